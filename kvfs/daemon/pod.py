@@ -29,7 +29,7 @@ from kvfs.pod.threads import Pod
 from kvfs.pod.url import EngineUrl, parse_urls
 from kvfs.podmap import Conflict, PodMap, PodMapError
 from kvfs.pool.config import PoolConfig
-from kvfs.store.foreign import ForeignLoader
+from kvfs.store.foreign import ForeignLoader, Tombstones
 from kvfs.store.store import Store
 from kvfs.types import COUNTER_BITS, SLOT_BITS
 
@@ -43,6 +43,9 @@ _LEASE_MAX_S = 60.0
 _EPOCH_USED = 0.5
 _EPOCH_POLL_S = 1.0
 _STOP_S = 2.0
+_REMOVALS_POLL_S = 0.1
+# An owner that was followed so long without a gap has heard of every removal before: streams keep 60 s.
+_HEARD_S = 120.0
 
 
 class NewsSource:
@@ -128,6 +131,7 @@ class PodNode:
         assert pod is not None and podmap is not None
         self._store, self._map = store, podmap
         self._frames = store.plane.frames
+        self._tombstones = Tombstones(store.index, podmap)
         self._loader = ForeignLoader(store.segments, store.plane, podmap)
         self.counters = PodCounters()
         self._leases: dict[tuple[int, int], _Lease] = {}
@@ -156,6 +160,7 @@ class PodNode:
             try:
                 nursery.start_soon(self._expire_leases)
                 nursery.start_soon(self._follow_numbers)
+                nursery.start_soon(self._follow_removals)
                 await trio.sleep_forever()
             finally:
                 with trio.CancelScope(shield=True):
@@ -200,6 +205,9 @@ class PodNode:
             whole = await self._loader.load(slot)
         except KvfsError as error:
             log.warning("pod: slot %d: its flash cannot be read: %s", slot, error)
+        # An owner that is back does not know what was removed meanwhile, and its flash has it.
+        self._tombstones.take()
+        self._tombstones.tell(slot)
         self._pod.loaded(slot, whole=whole)
 
     def _drop(self, conflicts: Sequence[Conflict]) -> None:
@@ -245,6 +253,20 @@ class PodNode:
                 for name in [name for name, lease in self._leases.items() if lease.until <= now]:
                     self._frames.lease_end(self._leases.pop(name).told)
 
+    async def _follow_removals(self) -> None:
+        """Remember what was removed of others, until they have heard of it."""
+        since: dict[int, float] = {}
+        while True:
+            await trio.sleep(_REMOVALS_POLL_S)
+            self._tombstones.take()
+            now = trio.current_time()
+            for owner in self._pod.statistics().owners if len(self._tombstones) else ():
+                heard = owner.alive and owner.state == "following" and not owner.behind
+                began = since.setdefault(owner.slot, now) if heard else since.pop(owner.slot, now)
+                if heard and now - began > _HEARD_S:
+                    self._tombstones.forget(owner.slot)
+                    since.pop(owner.slot)
+
     # ---- what this node's clients ask ----
 
     def fresh(self) -> None:
@@ -277,6 +299,7 @@ class PodNode:
             "asks": asdict(statistics.asks),
             "map": self._map.statistics(),
             "loads": self._loader.loads,
+            "tombstones": len(self._tombstones),
             "loaded_names": self._loader.blocks,
             **asdict(self.counters),
         }
