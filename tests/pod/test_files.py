@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 from helpers import requires_fuse, requires_root, wait_until
-from pods import Pod, block, found, missing
+from podmounts import Pod, block, found, missing
 
 
 @pytest.fixture(scope="module")
