@@ -213,7 +213,7 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _daemon_part(pool: Path) -> object:
-    """The part of the running daemon's status that is about the pod: feed, map, engine. None if no daemon runs."""
+    """The part of the running daemon's status that is about the pod: feed, map, engine. Null where none runs."""
     from kvfs.frontend.asking import ControlClient
 
     try:

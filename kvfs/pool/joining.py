@@ -225,9 +225,9 @@ class SlotState:
     state: str
     lots: int
     segments: int
-    # The newest page; None: the slot is free.
+    # The newest page; a free slot has none.
     page: Beat | None = None
-    # That have a page of it.
+    # How many devices have a page of it.
     devices: int = 0
 
     @property
