@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 from kvfs import __version__
-from kvfs.cli import completion, events, keeping, mounting, pools, programs, replaying, watching
+from kvfs.cli import completion, events, keeping, mounting, pod, pools, programs, replaying, watching
 from kvfs.cli.arguments import Parser, Verbs, WrongCommandLine
 from kvfs.cli.output import ToldError, error_part, print_json
 from kvfs.cli.programs import RUN_VERBS
@@ -32,6 +32,7 @@ _VERBS = (
     watching.add_status, watching.add_list, watching.add_stats, watching.add_top, watching.add_metrics,
     events.add_events,
     pools.add_fsck, keeping.add_pins, keeping.add_prestage, keeping.add_evict, pools.add_discover, pools.add_device,
+    pod.add_pod,
     pools.add_doctor, pools.add_import, replaying.add_replay, completion.add_completion, programs.add_run_verbs,
     programs.add_nixl_plugins, replaying.add_bench, completion.add_man,
 )  # fmt: skip

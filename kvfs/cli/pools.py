@@ -59,11 +59,11 @@ def _format(args: argparse.Namespace) -> int:
         raise UsageError("--files: needs --size SIZE")
     if args.device and args.size is not None:
         raise UsageError("--size: only with --files; a device is used whole")
-    _refuse_inside(args.pool, args.device)
+    refuse_inside(args.pool, args.device)
     result = format_devices(
         FormatRequest(
             pool=Path(args.pool),
-            devices=tuple(device_address(device) for device in _expanded(args.device)),
+            devices=tuple(device_address(device) for device in expanded(args.device)),
             files=args.files or 0,
             file_size=args.size or 0,
             stripe_width=args.stripe_width,
@@ -108,8 +108,8 @@ def _import(args: argparse.Namespace) -> int:
     from kvfs.pool.devices import device_address
     from kvfs.pool.making import import_pool
 
-    _refuse_inside(args.pool, args.device)
-    config = import_pool(Path(args.pool), [device_address(device) for device in _expanded(args.device)])
+    refuse_inside(args.pool, args.device)
+    config = import_pool(Path(args.pool), [device_address(device) for device in expanded(args.device)])
     document = {"pool": os.path.abspath(args.pool), "uuid": str(config.uuid), "devices": len(config.devices)}
     pool = printable(str(args.pool))
     emit(args, document, f"pool {pool}: pool.toml written, {len(config.devices)} devices, uuid {config.uuid}")
@@ -151,7 +151,7 @@ def _device(args: argparse.Namespace) -> int:
     if args.action == "list":
         return _device_list(args, pool)
     if args.action == "add":
-        _refuse_inside(pool, args.devices)
+        refuse_inside(pool, args.devices)
         return _device_add(args, pool)
     return _device_change(args, pool)
 
@@ -171,7 +171,7 @@ def _device_change(args: argparse.Namespace, pool: Path) -> int:
 
     asked: dict[str, object] = {"device": args.devices[0], "drain": args.drain}
     if args.action == "replace":
-        _refuse_inside(pool, args.devices[1:])
+        refuse_inside(pool, args.devices[1:])
         asked = {"device": args.devices[0], "path": _absolute(args.devices[1]), "force": args.force}
     printer = ProgressPrinter()
     started = time.monotonic()
@@ -196,7 +196,7 @@ def _device_add(args: argparse.Namespace, pool: Path) -> int:
     from kvfs.pool.devices import device_address
     from kvfs.pool.making import add_devices
 
-    before, after = add_devices(pool, [device_address(device) for device in _expanded(args.devices)], force=args.force)
+    before, after = add_devices(pool, [device_address(device) for device in expanded(args.devices)], force=args.force)
     document = {"pool": os.path.abspath(pool), "devices": len(after.devices), "segments": after.segment_count}
     text = (
         f"pool {printable(str(pool))}: {len(after.devices) - len(before.devices)} devices added, "
@@ -213,14 +213,14 @@ def _absolute(device: str) -> str:
     return os.path.abspath(place) if isinstance(place, Path) else place
 
 
-def _expanded(devices: list[str]) -> list[str]:
+def expanded(devices: list[str]) -> list[str]:
     """The namespaces that a URL means: all of them where it names a subsystem or an enclosure."""
     from kvfs.pool import nvme_tcp
 
     return [one for device in devices for one in (nvme_tcp.expand(device) if nvme_tcp.is_url(device) else [device])]
 
 
-def _refuse_inside(pool: str | Path, devices: Sequence[str] = ()) -> None:
+def refuse_inside(pool: str | Path, devices: Sequence[str] = ()) -> None:
     """Raises MountError if a pool, or a device that is given to it, lies in a kvfs mount."""
     from kvfs.frontend.mount import refuse_inside
     from kvfs.pool.devices import device_address

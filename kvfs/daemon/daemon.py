@@ -134,6 +134,7 @@ class Daemon:
             on_devices=self._on_devices,
             use=", ".join(uses),
             take_over=asked.force,
+            join=True,
             on_wait=reporter.info,
         )
 

@@ -87,7 +87,7 @@ class PoolConfig:
     slab_quota: float = SLAB_QUOTA
     # The part of the pool that one user may hold: open, pinned, reserved and in slabs.
     user_share: float = USER_SHARE
-    # The nodes that share the pool. None: one node has it alone.
+    # The nodes that share the pool, if one node does not have it alone.
     pod: PodConfig | None = None
 
     @property

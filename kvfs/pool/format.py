@@ -185,8 +185,8 @@ NO_NODE = uuids.UUID(int=0)
 class Beat:
     """The user of a device at the time of writing. `owner` names one start of one process.
 
-    In a pod it is a node's page: `slot` and `node` name the node, `mounted` is the last of its mounts that the device
-    took part in.
+    In a pod it is a node's page, and `slot` and `node` name the node. `mounted` is the last of the node's mounts in
+    which the device took part.
     """
 
     owner: uuids.UUID

@@ -84,7 +84,8 @@ def format_devices(request: FormatRequest) -> FormatResult:
                     _check_old_file(old)
                 _make_files(paths, request.file_size)
                 notes += _room(pool, sum(sizes))
-                return _write_pool(request, geometry, notes, [open_device(p) for p in paths])
+                made = [open_device(path) for path in paths]
+                return _write_pool(request, _new_config(request, geometry, made), notes, made)
         except BaseException:
             if created:
                 shutil.rmtree(pool, ignore_errors=True)
@@ -109,9 +110,10 @@ def format_devices(request: FormatRequest) -> FormatResult:
                 "one that fails takes the whole cache, and writes fail until it is back; "
                 f"--stripe-width {geometry.stripe_width - 1} leaves some of it"
             )
+        config = _new_config(request, geometry, opened)
         pool.mkdir(mode=0o700, exist_ok=True)
         with pool_lock(pool, "being formatted"):
-            return _write_pool(request, geometry, notes, opened)
+            return _write_pool(request, config, notes, opened)
     finally:
         for device in opened:
             with suppress(OSError):
@@ -163,8 +165,7 @@ def _new_config(request: FormatRequest, geometry: Geometry, opened: list[Device]
     return replace(config, pod=pod)
 
 
-def _write_pool(request: FormatRequest, geometry: Geometry, notes: list[str], opened: list[Device]) -> FormatResult:
-    config = _new_config(request, geometry, opened)
+def _write_pool(request: FormatRequest, config: PoolConfig, notes: list[str], opened: list[Device]) -> FormatResult:
     try:
         # The index of a pool that was here before describes other blocks.
         shutil.rmtree(request.pool / INDEX_NAME, ignore_errors=True)

@@ -22,7 +22,7 @@ _TEXT_MAX = 4096
 @dataclass(frozen=True, slots=True)
 class Node:
     uuid: uuids.UUID
-    # None: it has not joined yet.
+    # A node that has not joined yet has none.
     slot: int | None = None
 
 

@@ -115,7 +115,9 @@ def _check_engine(url: str, origin: str) -> None:
     try:
         parts = urlsplit(url)
         secret = parts.password is not None or any(key in ("password", "pass") for key, _ in parse_qsl(parts.query))
-        port_is_sound = parts.port is None or parts.port > 0
+        # Sentinels are several hosts in one URL.
+        hosts = [urlsplit(f"//{host}") for host in parts.netloc.rpartition("@")[2].split(",")]
+        hosts_are_sound = all((host.hostname or not parts.netloc) and host.port != 0 for host in hosts)
     except ValueError as error:
         raise PoolError(f"{origin}: pod.engine: {_without_password(url)!r}: {error}") from error
     if secret:
@@ -123,7 +125,7 @@ def _check_engine(url: str, origin: str) -> None:
             f"{origin}: pod.engine: {_without_password(url)!r} has a password; put it into a file, and its path into "
             "pod.password_file"
         )
-    sound = re.fullmatch("[a-z][a-z0-9+.-]*", parts.scheme) and (parts.netloc or parts.path) and port_is_sound
+    sound = re.fullmatch("[a-z][a-z0-9+.-]*", parts.scheme) and (parts.netloc or parts.path) and hosts_are_sound
     if not sound or "://" not in url or not url.isprintable() or " " in url:
         raise PoolError(f"{origin}: pod.engine: {url!r} is no URL, as redis://HOST:PORT")
 

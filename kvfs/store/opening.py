@@ -48,6 +48,8 @@ class StoreOptions(PlaneTuning):
     use: str = "open"
     # Push an owner aside that beats on the devices.
     take_over: bool = False
+    # Take a slot of the pod first, where this node has none.
+    join: bool = False
     # Called with a text when opening has to wait for somebody.
     on_wait: Callable[[str], None] | None = None
 

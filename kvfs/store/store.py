@@ -26,6 +26,7 @@ from kvfs.pool.config import PoolConfig
 from kvfs.pool.devices import Device, DeviceAddress
 from kvfs.pool.format import META_CLEAN, META_EPOCH, META_IN_FLIGHT, META_NUMBER, META_OPENING, META_UUID, META_VERSION
 from kvfs.pool.heart import Heart
+from kvfs.pool.joining import ensure_joined
 from kvfs.pool.labels import write_labels
 from kvfs.pool.lock import INDEX_NAME, PoolLock, locked
 from kvfs.pool.opening import OpenPool, open_pool
@@ -125,6 +126,8 @@ class Store:
         failure: BaseException | None = None
         async with AsyncExitStack() as stack:
             lock = stack.enter_context(locked(pool, options.use, tell=options.on_wait))
+            if options.join:
+                ensure_joined(pool, options.on_wait)
             opened = open_pool(pool, degraded=True, tell=options.on_wait)
             stack.callback(opened.close)
             known = index_epoch(opened)

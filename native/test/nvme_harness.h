@@ -29,6 +29,9 @@ struct world {
 };
 static struct world world;
 
+/* Of the labels at the start; those of a pod have 0 at any time. */
+static uint64_t label_epoch = 3;
+
 static inline void world_start(uint32_t digests, uint32_t shape, uint32_t timeout_ms) {
     memset(&world, 0, sizeof(world));
     for (uint32_t i = 0; i < TARGETS; i++) {
@@ -49,7 +52,7 @@ static inline void world_start(uint32_t digests, uint32_t shape, uint32_t timeou
     for (uint32_t i = 0; i < DEVICES; i++) {
         struct target *t = &world.targets[i / NAMESPACES];
         struct kvfs_nvme_target target = where(t, i % NAMESPACES + 1, digests);
-        struct kvfs_label label = {.magic = KVFS_MAGIC_LABEL, .mount_epoch = 3, .device_index = i};
+        struct kvfs_label label = {.magic = KVFS_MAGIC_LABEL, .mount_epoch = label_epoch, .device_index = i};
         memcpy(t->memory[i % NAMESPACES], &label, sizeof(label));
         world.fds[i] = kvfs_nvme_descriptor(&target);
         CHECK(world.fds[i] >= 0);

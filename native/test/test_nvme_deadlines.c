@@ -183,6 +183,28 @@ static void a_target_that_is_gone_fails_at_once_and_is_used_when_it_is_back(void
     free(data), free(back);
 }
 
+/* Nodes of a pod mount at any time and write no label for it. A label changes when the pool's description does. */
+static void the_label_of_a_pod_names_no_mount_and_may_change_its_text(void) {
+    label_epoch = 0;
+    world_start(0, 0, 2000);
+    label_epoch = 3;
+    struct ring ring;
+    struct wait wait;
+    uint8_t *data = malloc(PAGE * 64), *back = malloc(PAGE * 64);
+    CHECK(data && back && ring_init(&ring, &world.array, 64) == 0);
+    fill(data, PAGE * 64, 2);
+    CHECK(io(&ring, true, 1, 0, data, PAGE * 64, &wait) == 0);
+    struct kvfs_label label = {.magic = KVFS_MAGIC_LABEL, .checksum = 77, .text_size = 1234, .device_index = 0};
+    target_stop(&world.targets[0], false);
+    memcpy(world.targets[0].memory[0], &label, sizeof(label));
+    target_start(&world.targets[0], true);
+    await_recovery(&ring, back);
+    CHECK(io(&ring, false, 1, 0, back, PAGE * 64, &wait) == 0 && memcmp(data, back, PAGE * 64) == 0);
+    ring_free(&ring);
+    world_end();
+    free(data), free(back);
+}
+
 static void a_silent_target_is_noticed_by_keep_alive(void) {
     world_start(0, 0, 5000);
     struct ring ring;
@@ -206,6 +228,7 @@ int main(void) {
     RUN(a_part_ends_with_the_deadline_of_the_whole);
     RUN(a_silent_device_is_tried_by_one);
     RUN(a_target_that_is_gone_fails_at_once_and_is_used_when_it_is_back);
+    RUN(the_label_of_a_pod_names_no_mount_and_may_change_its_text);
     RUN(a_silent_target_is_noticed_by_keep_alive);
     RUN(every_trick_ends_in_an_error_within_the_deadline);
     return 0;

@@ -42,6 +42,8 @@ LINES = [
     ("kvfs fsck --re", {"--repair"}, {"--verify-data"}),
     ("kvfs device ", {"list", "add", "remove", "replace"}, {"mount"}),
     ("kvfs device list ", {"a-file"}, {"replace"}),
+    ("kvfs pod ", {"create", "join", "status", "retire", "doctor"}, {"a-file"}),
+    ("kvfs pod create --lo", {"--lot", "--lookup-wait"}, {"--slot"}),
     ("kvfs completion ", {"bash", "zsh", "fish"}, set()),
     ("kvfs status -o ", {"text", "json"}, {"a-file"}),
     ("kvfs import --device ", {"a-file"}, {"json"}),
