@@ -145,7 +145,7 @@ void kvfs_pod_statistics(struct kvfs_pod *pod, struct kvfs_pod_statistics *out);
 /* ---- batches ---- */
 
 #define KVFS_POD_BATCH_SIZE_MAX 65536
-#define KVFS_POD_BATCH_RECORDS_MAX 1637
+#define KVFS_POD_BATCH_RECORDS_MAX 2046
 /* Little-endian ASCII "KVFSNEWS". */
 #define KVFS_MAGIC_NEWS 0x5357454e5346564bULL
 
