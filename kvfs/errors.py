@@ -39,8 +39,8 @@ class ForeignLabelError(PoolError):
     """A device has the label of another pool, or of a device that was one of this pool."""
 
 
-class NewerVersionError(PoolError):
-    """A newer kvfs wrote it."""
+class OtherVersionError(PoolError):
+    """A kvfs of another version of the format wrote it, older or newer."""
 
 
 class FormatError(KvfsError):

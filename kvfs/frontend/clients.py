@@ -40,8 +40,8 @@ log = logging.getLogger(__name__)
 _Path = Sequence[bytes]  # its parts
 
 MAGIC = b"KVFSCLI1"
-# The versions of the protocol that are served, the daemon's own last: a client of the one before goes on as it is.
-VERSIONS = (2, 3)
+# The versions of the protocol that are served, the daemon's own last.
+VERSIONS = (4,)
 CLIENTS_MAX = 1024
 ITEMS_MAX = 4096
 DIRECTORIES_MAX = 256
@@ -96,8 +96,8 @@ assert (_HELLO.size, _FRAME.size, _WELCOME.size) == (16, 16, 80)
 # struct kvfs_client_statistics. All but the last, `busy`, are totals.
 REPORTED = tuple(name for name, _ in ffi.typeof("struct kvfs_client_statistics").fields)
 _RECONNECTS = REPORTED.index("reconnects")
-# A report's totals, by the version of its client; then comes `busy`.
-_TOTALS = {2: 16, 3: len(REPORTED) - 1}
+# A report's totals; then comes `busy`.
+_TOTALS = len(REPORTED) - 1
 
 
 class Type(IntEnum):
@@ -455,7 +455,7 @@ class _Connection:
         while await self._have(_FRAME.size, idle=True):
             size, kind, reserved, status, id_ = _FRAME.unpack_from(self._data)
             entry = _REQUESTS.get(kind)
-            if entry is None or reserved or status or size > entry.size_max or self.version < entry.since:
+            if entry is None or reserved or status or size > entry.size_max:
                 raise Violation(
                     f"a frame of type {kind} with {size} bytes and status {status}, in version {self.version}"
                 )
@@ -496,7 +496,7 @@ class _Connection:
             raise Violation(f"a frame of type {kind} that ends too early: {len(payload)} bytes") from error
 
     async def reserve(self, payload: bytes) -> bytes:
-        base, space, count, flags, at = self._where(payload, Flags.TABLE | Flags.PARENTS)
+        base, space, count, flags, at = _where(payload, Flags.TABLE | Flags.PARENTS)
         if flags & Flags.TABLE:
             table, at = _table(payload, at)
             items = memoryview(payload)[at:]
@@ -513,10 +513,6 @@ class _Connection:
         return await self._store.reservations.reserve(
             self._holder, items, count, shards, self.peer.uid, self._timeout_s * 0.75, flags
         )
-
-    def _where(self, payload: bytes, known: Flags) -> tuple[InodeNumber, list[bytes], int, int, int]:
-        """_where(); version 2 has no flags."""
-        return _where(payload, int(known) if self.version >= 3 else 0)
 
     def _check(
         self, kind: Type, items: memoryview, count: int, flags: int = 0, table: Sequence[_Path] = (), *,
@@ -596,7 +592,7 @@ class _Connection:
             await self._store.plane.notify_flush()
 
     async def delete(self, payload: bytes) -> bytes:
-        base, space, count, flags, at = self._where(payload, Flags.TABLE)
+        base, space, count, flags, at = _where(payload, Flags.TABLE)
         root = self._find(base, space)
         if flags & Flags.TABLE:
             table, at = _table(payload, at)
@@ -644,7 +640,7 @@ class _Connection:
         return None
 
     async def list_(self, payload: bytes) -> bytes:
-        base, space, count, flags, at = self._where(payload, Flags.LONG)
+        base, space, count, flags, at = _where(payload, Flags.LONG)
         longer = bool(flags & Flags.LONG)
         after, at = _listed_after(payload, at, _LONG_KEY if longer else _NAME)
         _end(payload, at)
@@ -769,11 +765,9 @@ class _Connection:
         return _WORD.pack(self._store.leases.release(self._lessee, number))
 
     async def report(self, payload: bytes) -> None:
-        count = _TOTALS[self.version]
-        if len(payload) < 8 * (count + 1):
-            raise Violation(f"a report of {len(payload)} bytes, at least {8 * (count + 1)} are needed")
-        words = struct.unpack_from(f"<{count + 1}Q", payload)
-        totals = (*words[:count], *[0] * (len(REPORTED) - 1 - count), words[count])
+        if len(payload) < 8 * (_TOTALS + 1):
+            raise Violation(f"a report of {len(payload)} bytes, at least {8 * (_TOTALS + 1)} are needed")
+        totals = struct.unpack_from(f"<{_TOTALS + 1}Q", payload)
         if self._before is None:
             # Totals of a client that was connected before were reported on its earlier connection.
             self._before = (0,) * len(totals) if not totals[_RECONNECTS] else totals
@@ -790,7 +784,6 @@ class _Request:
     size_max: int
     answered: bool = True
     writes: bool = False
-    since: int = VERSIONS[0]  # the version that has it first
 
 
 _TABLE_MAX = _WORD.size + DIRECTORIES_MAX * (_WORD.size + _SPACE_MAX + 1)
@@ -801,16 +794,16 @@ _REQUESTS = {
     int(Type.DELETE): _Request(_Connection.delete, _NAMES_MAX, writes=True),
     int(Type.LIST): _Request(_Connection.list_, _WHERE.size + _SPACE_MAX + 1 + 8 + 512),
     int(Type.LOOKUP): _Request(_Connection.lookup, _WORDS.size + 256),
-    int(Type.EVENTS): _Request(_Connection.events, _EVENTS.size, since=3),
+    int(Type.EVENTS): _Request(_Connection.events, _EVENTS.size),
     int(Type.BAD_BLOCK): _Request(_Connection.bad_block, _WORDS.size, answered=False),
     int(Type.HITS): _Request(_Connection.hits, 8 * ITEMS_MAX, answered=False),
-    int(Type.TOUCH): _Request(_Connection.touch, 8 * ITEMS_MAX, answered=False, since=3),
+    int(Type.TOUCH): _Request(_Connection.touch, 8 * ITEMS_MAX, answered=False),
     int(Type.FOREIGN): _Request(
-        _Connection.foreign, _FOREIGN.size + ITEMS_MAX * FOREIGN_BLOCK_SIZE, answered=False, since=4
+        _Connection.foreign, _FOREIGN.size + ITEMS_MAX * FOREIGN_BLOCK_SIZE, answered=False
     ),
-    int(Type.FRESH): _Request(_Connection.fresh, 0, since=4),
-    int(Type.LEASE): _Request(_Connection.lease, _LEASE.size + 8 * ITEMS_MAX, since=3),
-    int(Type.RELEASE): _Request(_Connection.release, _WORD.size, since=3),
+    int(Type.FRESH): _Request(_Connection.fresh, 0),
+    int(Type.LEASE): _Request(_Connection.lease, _LEASE.size + 8 * ITEMS_MAX),
+    int(Type.RELEASE): _Request(_Connection.release, _WORD.size),
     int(Type.REPORT): _Request(_Connection.report, 8 * 64, answered=False),
 }
 
@@ -839,10 +832,10 @@ def _reopen(fd: int, flags: int) -> int:
     return os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
 
 
-def _where(payload: bytes, allowed: int) -> tuple[InodeNumber, list[bytes], int, int, int]:
+def _where(payload: bytes, allowed: Flags) -> tuple[InodeNumber, list[bytes], int, int, int]:
     """Base, the namespace's parts, count, flags, and where what follows begins."""
     base, space_size, flags, count = _WHERE.unpack_from(payload)
-    if count > ITEMS_MAX or flags & ~allowed:
+    if count > ITEMS_MAX or flags & ~int(allowed):
         raise Violation(f"a request of {count} items with flags 0x{flags:x}")
     parts, at = _path(payload, _WHERE.size, space_size)
     return InodeNumber(base), parts, count, flags, at

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvfs.errors import NewerVersionError, PoolError
+from kvfs.errors import OtherVersionError, PoolError
 from kvfs.pool.geometry import (
     DEVICES_MAX,
     LABEL_SIZE,
@@ -43,7 +43,7 @@ from kvfs.types import NAME_MAX, PAGE_SIZE
 CONFIG_NAME = "pool.toml"
 SLAB_QUOTA = 0.25
 USER_SHARE = 0.25
-CONFIG_VERSION = 1
+CONFIG_VERSION = 2
 LABEL_TEXT_OFFSET = 4096
 GROUPS_MAX = 64
 GROUP_ENDINGS_MAX = 16
@@ -183,8 +183,13 @@ def parse(text: str, origin: str) -> PoolConfig:
     reader = _Reader(origin, "", document)
     version = reader.integer("version", 1, 1 << 31)
     if version > CONFIG_VERSION:
-        raise NewerVersionError(
+        raise OtherVersionError(
             f"{origin}: version is {version}; this kvfs knows up to {CONFIG_VERSION}, a newer one made it"
+        )
+    if version < CONFIG_VERSION:
+        raise OtherVersionError(
+            f"{origin}: version is {version}, a pool of an older kvfs; this one reads format {CONFIG_VERSION} alone: "
+            "read what is needed with that kvfs, or make the pool anew with kvfs format --force"
         )
     geometry_reader = reader.table("geometry")
     geometry = Geometry(

@@ -18,14 +18,14 @@ from enum import IntEnum
 
 import xxhash
 
-from kvfs.errors import ChecksumError, FormatError, NewerVersionError, PoolError
+from kvfs.errors import ChecksumError, FormatError, OtherVersionError, PoolError
 from kvfs.plane import Run
 from kvfs.pool.config import LABEL_TEXT_OFFSET, PoolConfig, parse
 from kvfs.pool.geometry import LABEL_SIZE
 from kvfs.pool.pod import NODE_PAGES_OFFSET
-from kvfs.types import COUNTER_BITS, EPOCH_MAX, PAGE_SIZE, SegmentIndex
+from kvfs.types import COUNTER_BITS, EPOCH_MAX, PAGE_SIZE, SLOT_BITS, SegmentIndex
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MAGIC_LABEL = 0x4C42414C5346564B
 MAGIC_SEGMENT = 0x4D4745535346564B
 MAGIC_EXTENT = 0x4E5458455346564B
@@ -133,7 +133,7 @@ def holds_label(data: bytes) -> bool:
 
 
 def unpack_label(data: bytes, where: str) -> Label:
-    """FormatError if there is no valid label; NewerVersionError if a newer kvfs wrote it."""
+    """FormatError if there is no valid label; OtherVersionError if a kvfs of another format wrote it."""
     if len(data) < LABEL_SIZE or not holds_label(data):
         raise FormatError(f"{where}: no kvfs label")
     (
@@ -142,11 +142,16 @@ def unpack_label(data: bytes, where: str) -> Label:
     ) = _LABEL.unpack_from(data)  # fmt: skip
     actual = _sum_without_field(data[:LABEL_SIZE], 0)
     if version > FORMAT_VERSION:
-        raise NewerVersionError(
+        raise OtherVersionError(
             f"{where}: the label's format version is {version}; this kvfs knows up to {FORMAT_VERSION}"
         )
     if actual != checksum:
         raise ChecksumError(f"{where}: label checksum 0x{checksum:016x}, expected 0x{actual:016x}")
+    if 0 < version < FORMAT_VERSION:
+        raise OtherVersionError(
+            f"{where}: a pool of format {version}, made by an older kvfs; this one reads format {FORMAT_VERSION} "
+            "alone: read what is needed with that kvfs, or make the pool anew with kvfs format --force"
+        )
     if version < 1 or text_size > LABEL_SIZE - LABEL_TEXT_OFFSET:
         raise FormatError(f"{where}: label of version {version} with {text_size} bytes of text")
     try:
@@ -158,7 +163,7 @@ def unpack_label(data: bytes, where: str) -> Label:
         raise FormatError(f"{where}: label of mount {epoch}; the last possible is {EPOCH_MAX - 1}")
     try:
         config = parse(text, where)
-    except NewerVersionError:
+    except OtherVersionError:
         raise
     except PoolError as error:
         raise FormatError(str(error)) from error
@@ -268,6 +273,8 @@ class SegmentHeader:
     segment: SegmentIndex
     stream: int
     members: tuple[tuple[int, int], ...]
+    # Of the node that owns the segment; 0 where a pool has one node.
+    slot: int = 0
 
 
 def pack_segment_header(config: PoolConfig, header: SegmentHeader) -> bytes:
@@ -275,7 +282,7 @@ def pack_segment_header(config: PoolConfig, header: SegmentHeader) -> bytes:
     data = bytearray(PAGE_SIZE)
     _SEGMENT.pack_into(
         data, 0, MAGIC_SEGMENT, FORMAT_VERSION, 0, 0, header.generation, header.owner_epoch, config.uuid.bytes,
-        header.segment, geometry.stripe_width, geometry.zone_size, geometry.stripe_unit, header.stream, 0,
+        header.segment, geometry.stripe_width, geometry.zone_size, geometry.stripe_unit, header.stream, header.slot,
     )  # fmt: skip
     for i, (device, zone) in enumerate(header.members):
         _MEMBER.pack_into(data, _SEGMENT.size + 8 * i, device, zone)
@@ -288,7 +295,7 @@ def unpack_segment_header(
     """The header, or None if the page holds none of this pool and segment: never written, torn, or damaged.
     FormatError if it is whole, and no kvfs can have written it."""
     (
-        magic, version, _, checksum, generation, epoch, pool_uuid, index, width, zone_size, stripe_unit, stream, _,
+        magic, version, _, checksum, generation, epoch, pool_uuid, index, width, zone_size, stripe_unit, stream, slot,
     ) = _SEGMENT.unpack_from(data)  # fmt: skip
     geometry = config.geometry
     if magic != MAGIC_SEGMENT or version != FORMAT_VERSION or pool_uuid != config.uuid.bytes or index != segment:
@@ -300,12 +307,13 @@ def unpack_segment_header(
     found = tuple(_MEMBER.unpack_from(data, _SEGMENT.size + 8 * i) for i in range(width))
     if found != tuple(members):
         return None
-    if stream >= len(Stream) or epoch > EPOCH_MAX or not generation or generation >> COUNTER_BITS != epoch:
+    of_mount = generation and epoch <= EPOCH_MAX and generation >> COUNTER_BITS == epoch
+    if stream >= len(Stream) or slot >> SLOT_BITS or not of_mount:
         raise FormatError(
-            f"segment {segment}: its header says stream {stream}, generation {generation:#x}, mount {epoch}: "
-            "no kvfs wrote that"
+            f"segment {segment}: its header says stream {stream}, generation {generation:#x}, mount {epoch}, slot "
+            f"{slot}: no kvfs wrote that"
         )
-    return SegmentHeader(generation, epoch, segment, stream, found)
+    return SegmentHeader(generation, epoch, segment, stream, found, slot)
 
 
 # ---- summaries ----

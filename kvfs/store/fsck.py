@@ -356,7 +356,7 @@ class _Check:
     async def _write_header(self, segment: Segment) -> None:
         """Write the header as the index has it; zeros if the segment was never opened."""
         header = SegmentHeader(segment.generation, segment.generation >> COUNTER_BITS, segment.index, segment.stream,
-                               self._segments.members[segment.index])  # fmt: skip
+                               self._segments.members[segment.index], self._segments.slot)  # fmt: skip
         data = pack_segment_header(self._config, header) if segment.generation else bytes(PAGE_SIZE)
         await self._plane.store_write(segment.index, 0, data)
 

@@ -644,7 +644,8 @@ class Segments:
         segment.dirty = segment.copy_stale = segment.summarized = segment.closing = False
         self._dirty.discard(segment.index)
         assert not segment.foreign, segment
-        header = SegmentHeader(segment.generation, self.epoch, segment.index, stream, self.members[segment.index])
+        members = self.members[segment.index]
+        header = SegmentHeader(segment.generation, self.epoch, segment.index, stream, members, self.slot)
         try:
             await self._plane.store_write(segment.index, 0, pack_segment_header(self.config, header))
         except BaseException as error:

@@ -9,7 +9,7 @@
 #include <assert.h>
 #include <stdint.h>
 
-#define KVFS_FORMAT_VERSION 1
+#define KVFS_FORMAT_VERSION 2
 #define KVFS_PAGE_SIZE 4096
 #define KVFS_NAME_MAX 255
 /* Inode numbers, versions, generations and sequences: the epoch of a mount, a counter, and the slot of the node that gave the number; 0 where a pool
@@ -98,7 +98,7 @@ struct kvfs_segment_header {
     uint64_t zone_size;
     uint64_t stripe_unit;
     uint32_t stream;
-    uint32_t reserved;
+    uint32_t slot; /* of the node that owns the segment; 0 where a pool has one node */
     struct {
         uint32_t device;
         uint32_t zone;
@@ -107,7 +107,7 @@ struct kvfs_segment_header {
 static_assert(sizeof(struct kvfs_segment_header) == 88 + 8 * KVFS_STRIPE_WIDTH_MAX, "format");
 
 /* First bytes of a block header. In order, each part 8-byte aligned: this struct; header_pages - 1 page checksums; the inode record; the
- * ancestors; leaf checksums (leaf_count of uint32_t); zeros. Page checksums are uint64_t, of header pages 1, 2, ...: each lies in a page
+ * ancestors; leaf checksums (leaf_count of uint64_t); zeros. Page checksums are uint64_t, of header pages 1, 2, ...: each lies in a page
  * that is proven before it is used. Ancestors are ancestors_size bytes of concatenated inode records: the directories above, nearest first,
  * without the root. */
 struct kvfs_block_header {
@@ -123,11 +123,15 @@ struct kvfs_block_header {
     uint32_t record_offset;
     uint32_t ancestors_offset;
     uint32_t ancestors_size;
-    uint32_t sums_offset; /* page checksums: 80 */
+    uint32_t sums_offset; /* page checksums: 104 */
     uint32_t leaves_offset;
     uint32_t run_pages; /* pages from this header to the next header in this segment: header and the data behind it */
+    /* For eviction; all zero: not known. */
+    uint64_t parent;       /* a number of the block before this one in its chain */
+    uint64_t parent_check; /* xxh3-64, seeded, of (parent, key_low): it was meant for this block */
+    int64_t keep_until_ns; /* since 1970: not to be evicted before, as far as there is room */
 };
-static_assert(sizeof(struct kvfs_block_header) == 80, "format");
+static_assert(sizeof(struct kvfs_block_header) == 104, "format");
 
 /* One page before a run of data that belongs to a block whose header lies elsewhere, so that a scan can step over it. */
 struct kvfs_extent_header {

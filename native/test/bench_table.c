@@ -132,7 +132,7 @@ static void bench_table(uint64_t records) {
     free(buffer);
 }
 
-static double gigabytes(const unsigned char *data, uint64_t size, const uint32_t *sums, int rounds) {
+static double gigabytes(const unsigned char *data, uint64_t size, const uint64_t *sums, int rounds) {
     double start = now();
 
     for (int i = 0; i < rounds; i++)
@@ -145,7 +145,7 @@ static void bench_leaves(void) {
     unsigned char *data = aligned_alloc(4096, COLD_SIZE);
     unsigned char *evict = aligned_alloc(4096, COLD_SIZE);
     unsigned char *copy = aligned_alloc(4096, COLD_SIZE);
-    uint32_t *sums = malloc(COLD_SIZE / 4096 * 4);
+    uint64_t *sums = malloc(COLD_SIZE / 4096 * 8);
     double start;
 
     if (!data || !evict || !copy || !sums)

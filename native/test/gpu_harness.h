@@ -286,7 +286,7 @@ static inline struct kvfs_record block_write(uint64_t inode, const char *name, u
     memcpy(record, &r, sizeof(r));
     memcpy(record + sizeof(r), name, name_size);
     uint8_t *data = calloc(1, leaves * PAGE + 1);
-    uint32_t *sums = calloc(leaves + 1, sizeof(*sums));
+    uint64_t *sums = calloc(leaves + 1, sizeof(*sums));
     pattern(data, size, seed);
     kvfs_leaf_checksums(data, size, SECRET, sums);
     struct desc *desc = desc_new(header_pages);

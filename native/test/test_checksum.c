@@ -57,7 +57,7 @@ static void test_name_keys_equal_those_of_the_python_package(void) {
 
 static void compare(const struct kvfs_leaf_functions *fast, const unsigned char *data, uint64_t size, uint64_t secret) {
     uint64_t leaves = (size + KVFS_LEAF_SIZE - 1) / KVFS_LEAF_SIZE;
-    uint32_t *expected = malloc(leaves * 4 + 4), *got = malloc(leaves * 4 + 4);
+    uint64_t *expected = malloc(leaves * 8 + 8), *got = malloc(leaves * 8 + 8);
 
     CHECK(expected && got);
     got[leaves] = expected[leaves] = 0xabcdef01;
@@ -114,7 +114,7 @@ static void test_every_instruction_set_equals_the_reference(void) {
 static void test_a_flipped_bit_is_found_in_its_leaf(void) {
     uint64_t size = 5 * 4096 + 77, seed = 2;
     unsigned char *data = pattern(size);
-    uint32_t sums[6];
+    uint64_t sums[6];
 
     kvfs_leaf_checksums(data, size, SECRET, sums);
     for (int i = 0; i < 2000; i++) {

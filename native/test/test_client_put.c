@@ -346,10 +346,6 @@ static void test_long_keys(void) {
     CHECK_SAY(key[127] == 0x80 && kvfs_find(client, path, &attributes) == 0 && attributes.sealed, "%s", path);
     snprintf(path, sizeof(path), "team/llama/ff/%.254so/%.255s", digits, digits + 255);
     CHECK_SAY(kvfs_find(client, path, &attributes) == 0 && attributes.sealed, "%s", path);
-    /* With a daemon of before, there are none. */
-    client->connection->version = 2;
-    CHECK(kvfs_put(client, &n.keys, n.buffers, n.results) == -EOPNOTSUPP && says("more than 127 bytes, needs version 3"));
-    CHECK(kvfs_delete(client, &n.keys, n.flags) == -EOPNOTSUPP);
     kvfs_close(client);
     daemon_stop(false);
 }
@@ -431,14 +427,10 @@ static void test_parents(void) {
         named_add(&n, key + i, 1);
         vectors[i] = (struct kvfs_vector){.pieces = &n.buffers[i], .count = 1};
     }
-    for (int old = 0; old < 2; old++) {
-        memset(d.parents, 0, sizeof(d.parents));
-        client->connection->version = old ? 2 : 3;
-        CHECK_SAY(kvfs_put_vectors(client, &n.keys, vectors, &options, n.results) == 3, "%s", kvfs_error());
-        for (uint32_t i = 0; i < 3; i++)
-            CHECK(d.parents[i] == (old || !*above[i] ? 0 : kvfs_checksum(above[i], strlen(above[i]), SECRET)));
-    }
-    client->connection->version = 3;
+    memset(d.parents, 0, sizeof(d.parents));
+    CHECK_SAY(kvfs_put_vectors(client, &n.keys, vectors, &options, n.results) == 3, "%s", kvfs_error());
+    for (uint32_t i = 0; i < 3; i++)
+        CHECK(d.parents[i] == (!*above[i] ? 0 : kvfs_checksum(above[i], strlen(above[i]), SECRET)));
     parents = (struct kvfs_keys){path, (uint32_t[]){5, 0, 0}, 3, KVFS_PATHS};
     CHECK(kvfs_put_vectors(client, &n.keys, vectors, &options, n.results) == 3 && d.parents[0] == kvfs_checksum(path, 5, SECRET));
     parents.data = "a//bc";

@@ -212,10 +212,10 @@ static void test_a_batch_of_vectors(void) {
     daemon_stop(false);
 }
 
-/* 64 KiB out of each of 100 blocks of 2 MiB: their 16 leaves and the header's page, and nothing else. */
+/* 64 KiB out of each of 20 blocks of 1 MiB: their 16 leaves and the header's page, and nothing else. */
 static void test_ranges_cost_their_leaves(void) {
     enum { COUNT = 20, LAYER = 65536 };
-    static const uint64_t size = 2 << 20;
+    static const uint64_t size = 1 << 20;
     pool_new(131072);
     struct kvfs_client *client = connect_with((struct kvfs_options){.timeout_ms = 30000, .depth = 32});
     struct batch *b = put_batch(client, 0, COUNT, &size, 1, 1);
@@ -262,7 +262,7 @@ static void test_ranges_cost_their_leaves(void) {
 
 /* A damaged leaf is a miss for whom it concerns, and for nobody else. */
 static void test_damage_inside_and_outside_of_a_range(void) {
-    static const uint64_t size = 8 << 20; /* three pages of header */
+    static const uint64_t size = 4 << 20; /* three pages of header */
     pool_new(65536);
     struct kvfs_client *client = connect_plain();
     for (uint32_t split = 1; split <= 2; split++) {
@@ -291,7 +291,7 @@ static void test_damage_inside_and_outside_of_a_range(void) {
         block_corrupt(block, -3);
         unlocked();
         CHECK(read_one(client, "key-0", true, 4 * PAGE, &piece, 1) == 3 * PAGE);
-        CHECK(read_one(client, "key-0", true, 2040 * PAGE, &piece, 1) == -EIO);
+        CHECK(read_one(client, "key-0", true, 1016 * PAGE, &piece, 1) == -EIO);
         locked();
         block_corrupt(block, -3);
         block_corrupt(block, -1);

@@ -373,7 +373,7 @@ static void command_exists(struct job *job) {
 static void command_checksum(struct job *job) {
     const struct options *options = &job->options;
     uint64_t leaves = (options->size + PAGE - 1) / PAGE;
-    uint32_t *sums = allocate(options->batch * leaves * sizeof(*sums));
+    uint64_t *sums = allocate(options->batch * leaves * sizeof(*sums));
     job_content(job);
     job->memory = allocate(options->batch * options->size);
     for (uint32_t i = 0; i < options->batch; i++) {

@@ -349,8 +349,8 @@ def _replace(old: str, new: str) -> Callable[[str], str]:
             ["secret"], _replace(r"^secret = .*$", 'secret = "0000000000000000"'), id="another secret", marks=SLOW
         ),
         pytest.param(["secret"], _replace(r"^secret = .*$", "secret = 17"), id="secret a number", marks=SLOW),
-        pytest.param(["version"], _replace(r"^version = 1$", "version = 2"), id="newer version"),
-        pytest.param(["version"], _replace(r"^version = 1$", 'version = "1"'), id="version a string", marks=SLOW),
+        pytest.param(["version"], _replace(r"^version = 2$", "version = 3"), id="newer version"),
+        pytest.param(["version"], _replace(r"^version = 2$", 'version = "2"'), id="version a string", marks=SLOW),
         pytest.param(
             ["zone_size"], _replace(r"^zone_size = .*$", "zone_size = 131072"), id="smaller zones", marks=SLOW
         ),
@@ -375,7 +375,7 @@ def _replace(old: str, new: str) -> Callable[[str], str]:
         pytest.param(["path"], _replace(r'^path = "devices/1"$', 'path = ""'), id="no path", marks=SLOW),
         pytest.param(["device"], _replace(r'^path = "devices/1"$', 'path = "devices/0"'), id="one device twice"),
         pytest.param(
-            ["colour"], _replace(r"^version = 1$", 'version = 1\ncolour = "red"'), id="unknown key", marks=SLOW
+            ["colour"], _replace(r"^version = 2$", 'version = 2\ncolour = "red"'), id="unknown key", marks=SLOW
         ),
         pytest.param(["device"], _replace(r"(?s)\n\[\[device\]\]\nindex = 3.*", "\n"), id="a device less", marks=SLOW),
     ],

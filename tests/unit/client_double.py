@@ -38,31 +38,31 @@ def run_bytes(
     """The bytes that each run is to hold: block header or extent header, then data."""
     inode = Inode.unpack(record)
     assert inode.size == len(content)
-    leaves = ffi.new("uint32_t[]", len(content) // PAGE + 2)
+    leaves = ffi.new("uint64_t[]", len(content) // PAGE + 2)
     lib.kvfs_leaf_checksums(content, len(content), secret, leaves)
     leaf_count = -(-len(content) // PAGE)
     key = ffi.new("uint64_t[2]")
     lib.kvfs_name_key(inode.parent, inode.name, len(inode.name), secret, key, key + 1)
-    record_at = 80 + 8 * (header_pages - 1)
+    record_at = 104 + 8 * (header_pages - 1)
     ancestors_at = record_at + len(record)
     leaves_at = len(padded(bytes(ancestors_at + len(ancestors))))
     head = bytearray(header_pages * PAGE)
     struct.pack_into(
-        "<QIIQQQQIIIIIIII", head, 0, 0x4B434C425346564B, 1, 0, 0, key[0], key[1], epoch, header_pages, leaf_count,
-        record_at, ancestors_at, len(ancestors), 80, leaves_at, runs[0].page_count,
+        "<QIIQQQQIIIIIIIIQQq", head, 0, 0x4B434C425346564B, 2, 0, 0, key[0], key[1], epoch, header_pages, leaf_count,
+        record_at, ancestors_at, len(ancestors), 104, leaves_at, runs[0].page_count, 0, 0, 0,
     )  # fmt: skip
     head[record_at : record_at + len(record)] = record
     head[ancestors_at : ancestors_at + len(ancestors)] = ancestors
-    head[leaves_at : leaves_at + 4 * leaf_count] = bytes(ffi.buffer(leaves, 4 * leaf_count))
+    head[leaves_at : leaves_at + 8 * leaf_count] = bytes(ffi.buffer(leaves, 8 * leaf_count))
     for page in range(header_pages - 1, 0, -1):
-        struct.pack_into("<Q", head, 80 + 8 * (page - 1), checksum(head[page * PAGE : (page + 1) * PAGE], secret))
+        struct.pack_into("<Q", head, 104 + 8 * (page - 1), checksum(head[page * PAGE : (page + 1) * PAGE], secret))
     struct.pack_into("<Q", head, 16, checksum(head[:PAGE], secret))
     whole, parts, at = padded(content, PAGE), [], 0
     for i, run in enumerate(runs):
         if i:
             head = bytearray(PAGE)
             struct.pack_into(
-                "<QIIQQQQIIII", head, 0, 0x4E5458455346564B, 1, 0, 0, inode.inode, run.generation, epoch, run.segment,
+                "<QIIQQQQIIII", head, 0, 0x4E5458455346564B, 2, 0, 0, inode.inode, run.generation, epoch, run.segment,
                 run.page, run.page_count, at // PAGE,
             )  # fmt: skip
             struct.pack_into("<Q", head, 16, checksum(head, secret))
@@ -89,7 +89,7 @@ class WireClient:
     """One connection. Everything has a deadline of 50 s."""
 
     def __init__(
-        self, pool: Path, flags: int = 0, version: int = 3, magic: bytes = b"KVFSCLI1", timeout_ms: int = 50_000
+        self, pool: Path, flags: int = 0, version: int = 4, magic: bytes = b"KVFSCLI1", timeout_ms: int = 50_000
     ) -> None:
         self.socket = socket.socket(socket.AF_UNIX)
         self.socket.settimeout(50)

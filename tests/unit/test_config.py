@@ -98,8 +98,9 @@ def test_what_is_written_reads_back() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("version = 1", "version = 2", "newer"),
-        ("version = 1", "", "version is missing"),
+        ("version = 2", "version = 3", "newer"),
+        ("version = 2", "version = 1", "older"),
+        ("version = 2", "", "version is missing"),
         ("stripe_width = 3", "stripe_width = 4", "geometry.stripe_width is 4, but there are 3"),
         ("stripe_width = 3", 'stripe_width = "3"', "geometry.stripe_width"),
         ("stripe_width = 3", "stripe_width = true", "geometry.stripe_width"),

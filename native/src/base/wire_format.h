@@ -11,12 +11,11 @@
 
 #include "kvfs_format.h"
 
-#define KVFS_WIRE_VERSION 3            /* version 3 has every frame of version 2, as it is there, and more */
-#define KVFS_WIRE_OLDEST 2             /* spoken too, by both sides: an upgrade of either leaves the other at work */
+#define KVFS_WIRE_VERSION 4            /* that of format 2: a library that knows format 1 cannot read its blocks */
+#define KVFS_WIRE_OLDEST 4             /* spoken too, by both sides: an upgrade of either leaves the other at work */
 #define KVFS_WIRE_SIZE_MAX (16u << 20) /* of a payload */
 #define KVFS_WIRE_FDS_MAX 128          /* in one frame */
 #define KVFS_WIRE_ITEMS_MAX 4096       /* in one request */
-#define KVFS_WIRE_TOTALS_2 16          /* of a REPORT of version 2 */
 #define KVFS_WIRE_DIRECTORIES_MAX 256  /* in one request */
 #define KVFS_WIRE_ERRNO_MAX 4095       /* of a status */
 
@@ -49,9 +48,6 @@ struct wire_frame {
 };
 static_assert(sizeof(struct wire_frame) == 16, "wire");
 
-/* The version that has this type first. */
-static inline uint32_t wire_type_since(uint16_t type) { return type <= WIRE_CLOSE ? 2 : 3; }
-
 /* The first bytes of a connection, no frame before them. Answered by a HELLO frame, or one with a status and a message. -EPROTO: the daemon does
  * not speak this version; the client connects once more and tries the one before. The version of a welcome is that of its hello. */
 struct wire_hello {
@@ -83,10 +79,10 @@ struct wire_welcome {
 };
 static_assert(sizeof(struct wire_welcome) == 80, "wire");
 
-enum wire_flag {                   /* of version 3 */
-                 WIRE_TABLE = 1,   /* RESERVE, DELETE: directories come before the items, and each item is in one of them */
-                 WIRE_PARENTS = 2, /* RESERVE: each item names the block before it */
-                 WIRE_LONG = 4     /* LIST: keys of more than 127 bytes, too */
+enum wire_flag {
+    WIRE_TABLE = 1,   /* RESERVE, DELETE: directories come before the items, and each item is in one of them */
+    WIRE_PARENTS = 2, /* RESERVE: each item names the block before it */
+    WIRE_LONG = 4     /* LIST: keys of more than 127 bytes, too */
 };
 /* RESERVE, DELETE, LIST: whose names. Then space_size bytes of namespace path. With WIRE_TABLE uint64_t count, 1 to KVFS_WIRE_DIRECTORIES_MAX, and
  * so many directories like LIST's keys: paths below the namespace, of at most 1023 bytes. An empty one is the namespace itself. Then come the items;
@@ -187,7 +183,6 @@ struct wire_feed {
     uint64_t number;   /* of the last one before */
 };
 static_assert(sizeof(struct wire_feed) == 24, "wire");
-/* REPORT: uint64_t, in the order of struct kvfs_client_statistics: totals of this client so far, the last (`busy`) not among them. Version 2 has
- * the first 16 and the last. */
+/* REPORT: uint64_t, in the order of struct kvfs_client_statistics: totals of this client so far, then `busy`, which is none. */
 
 #endif

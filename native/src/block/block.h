@@ -19,7 +19,7 @@ struct desc {
     atomic_uint refs;
     uint64_t inode, version, size, generation;
     uint32_t segment, page, header_pages, leaf_count, extent_count;
-    const uint32_t *leaves;
+    const uint64_t *leaves;
     struct kvfs_extent *extents; /* at least one unless the file is empty; sorted by file_page */
     struct kvfs_extent inline_extent;
     uint8_t *header; /* header_pages * 4096, page aligned */
@@ -40,7 +40,7 @@ bool records_sound(const struct geometry *geometry, uint64_t epoch_max, const ui
 int header_check(const struct geometry *geometry, const uint8_t *header, uint32_t pages, struct kvfs_block_header *out,
                  struct kvfs_inode_record *record);
 int header_build(const struct geometry *geometry, struct desc *desc, const uint8_t *record, uint32_t record_size, const uint8_t *ancestors,
-                 uint32_t ancestors_size, const struct kvfs_extent *extents, uint32_t extent_count, const uint32_t *leaves, uint32_t run_pages);
+                 uint32_t ancestors_size, const struct kvfs_extent *extents, uint32_t extent_count, const uint64_t *leaves, uint32_t run_pages);
 void extent_header_build(const struct geometry *geometry, uint8_t *page, uint64_t inode, const struct kvfs_run *run, uint32_t file_page);
 void record_from_inode(const struct kvfs_inode_record *from, struct kvfs_record *to);
 

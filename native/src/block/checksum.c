@@ -27,21 +27,21 @@ __attribute__((constructor)) static void choose(void) {
 
 uint64_t kvfs_checksum(const void *data, uint64_t size, uint64_t secret) { return chosen->checksum(data, size, secret); }
 
-void kvfs_leaf_checksums(const void *data, uint64_t size, uint64_t secret, uint32_t *out) { chosen->checksums(data, size, secret, out); }
+void kvfs_leaf_checksums(const void *data, uint64_t size, uint64_t secret, uint64_t *out) { chosen->checksums(data, size, secret, out); }
 
-uint64_t kvfs_leaf_verify(const void *data, uint64_t size, uint64_t secret, const uint32_t *expected) {
+uint64_t kvfs_leaf_verify(const void *data, uint64_t size, uint64_t secret, const uint64_t *expected) {
     return chosen->verify(data, size, secret, expected);
 }
 
 /* The reference: one plain call for each leaf, without the chosen instruction set and without a secret drawn ahead. */
-void kvfs_leaf_checksums_reference(const void *data, uint64_t size, uint64_t secret, uint32_t *out) {
+void kvfs_leaf_checksums_reference(const void *data, uint64_t size, uint64_t secret, uint64_t *out) {
     const unsigned char *at = data;
 
     for (uint64_t offset = 0; offset < size; offset += KVFS_PAGE_SIZE) {
         uint64_t left = size - offset;
         uint64_t leaf = left < KVFS_PAGE_SIZE ? left : KVFS_PAGE_SIZE;
 
-        *out++ = (uint32_t)XXH3_64bits_withSeed(at + offset, leaf, secret);
+        *out++ = XXH3_64bits_withSeed(at + offset, leaf, secret);
     }
 }
 

@@ -16,8 +16,8 @@
 /* The functions of one instruction set. Contracts as in kvfs_checksum.h. */
 struct kvfs_leaf_functions {
     uint64_t (*checksum)(const void *data, uint64_t size, uint64_t secret);
-    void (*checksums)(const void *data, uint64_t size, uint64_t secret, uint32_t *out);
-    uint64_t (*verify)(const void *data, uint64_t size, uint64_t secret, const uint32_t *expected);
+    void (*checksums)(const void *data, uint64_t size, uint64_t secret, uint64_t *out);
+    uint64_t (*verify)(const void *data, uint64_t size, uint64_t secret, const uint64_t *expected);
 };
 extern const struct kvfs_leaf_functions kvfs_leaf_portable;
 #if defined(__x86_64__)
@@ -48,13 +48,13 @@ struct leaf_secret {
     _Alignas(64) unsigned char bytes[XXH3_SECRET_DEFAULT_SIZE];
 };
 
-static inline uint32_t leaf_sum(const unsigned char *data, uint64_t size, uint64_t secret, const struct leaf_secret *drawn) {
-    return (uint32_t)XXH3_64bits_withSecretandSeed(data, size, drawn->bytes, sizeof(drawn->bytes), secret);
+static inline uint64_t leaf_sum(const unsigned char *data, uint64_t size, uint64_t secret, const struct leaf_secret *drawn) {
+    return XXH3_64bits_withSecretandSeed(data, size, drawn->bytes, sizeof(drawn->bytes), secret);
 }
 
 static uint64_t checksum(const void *data, uint64_t size, uint64_t secret) { return XXH3_64bits_withSeed(data, size, secret); }
 
-static void checksums(const void *data, uint64_t size, uint64_t secret, uint32_t *out) {
+static void checksums(const void *data, uint64_t size, uint64_t secret, uint64_t *out) {
     const unsigned char *at = data;
     struct leaf_secret drawn;
 
@@ -65,7 +65,7 @@ static void checksums(const void *data, uint64_t size, uint64_t secret, uint32_t
         *out = leaf_sum(at, size, secret, &drawn);
 }
 
-static uint64_t verify(const void *data, uint64_t size, uint64_t secret, const uint32_t *expected) {
+static uint64_t verify(const void *data, uint64_t size, uint64_t secret, const uint64_t *expected) {
     const unsigned char *at = data;
     struct leaf_secret drawn;
     uint64_t index = 0;

@@ -3,6 +3,8 @@
 
 #include <sys/stat.h>
 
+#define LEAF_SUM sizeof(uint64_t)
+
 struct desc *desc_new(uint32_t header_pages) {
     struct desc *desc = calloc(1, sizeof(*desc));
     void *header = NULL;
@@ -153,7 +155,7 @@ static int head_check(const struct geometry *geometry, const uint8_t *header, ui
     memcpy(&h, header, sizeof(h));
     if (h.magic != KVFS_MAGIC_BLOCK || h.version != KVFS_FORMAT_VERSION || h.header_pages != pages || pages == 0 || h.sums_offset != sizeof(h) ||
         h.sums_offset + 8ull * (pages - 1) > h.record_offset || h.record_offset % 8 ||
-        (uint64_t)h.record_offset + sizeof(struct kvfs_inode_record) > size || h.leaves_offset % 8 || h.leaves_offset + 4ull * h.leaf_count > size ||
+        (uint64_t)h.record_offset + sizeof(struct kvfs_inode_record) > size || h.leaves_offset % 8 || h.leaves_offset + LEAF_SUM * h.leaf_count > size ||
         h.ancestors_offset % 8 || (uint64_t)h.ancestors_offset + h.ancestors_size > size)
         return -EBADMSG;
     uint8_t first[KVFS_PAGE_SIZE];
@@ -237,7 +239,7 @@ static int desc_fill(const struct geometry *geometry, struct desc *desc, const s
     desc->segment = r->segment;
     desc->page = r->page;
     desc->leaf_count = h->leaf_count;
-    desc->leaves = (const uint32_t *)(const void *)(desc->header + h->leaves_offset);
+    desc->leaves = (const uint64_t *)(const void *)(desc->header + h->leaves_offset);
     if (r->extent_count == 0 && h->leaf_count) {
         desc->inline_extent = (struct kvfs_extent){r->generation, r->segment, r->page + r->header_pages, h->leaf_count, 0};
         desc->extents = &desc->inline_extent;
@@ -267,7 +269,7 @@ static void part_want(struct desc *desc, uint64_t from, uint64_t to) {
 
 int desc_narrow(struct desc *desc, const struct kvfs_record *record, uint32_t first, uint32_t end) {
     const uint32_t pages = desc->header_pages;
-    const uint64_t room = pages * PAGE, sums_end = sum_at(pages), leaves_size = 4 * pages_of(record->size);
+    const uint64_t room = pages * PAGE, sums_end = sum_at(pages), leaves_size = LEAF_SUM * pages_of(record->size);
     /* The least that a record takes: what it holds beside, and what lies between it and the leaves, only the first page tells. */
     const uint64_t record_end = sums_end + sizeof(struct kvfs_inode_record) + 8 + (uint64_t)record->extent_count * sizeof(struct kvfs_extent);
     desc->parts = calloc(pages, 1);
@@ -277,7 +279,7 @@ int desc_narrow(struct desc *desc, const struct kvfs_record *record, uint32_t fi
     if (record_end <= room)
         part_want(desc, sums_end, record_end);
     if (end > first && record_end + leaves_size <= room && room - leaves_size - record_end <= 2 * PAGE)
-        part_want(desc, record_end + 4ull * first, room - leaves_size + 4ull * end);
+        part_want(desc, record_end + LEAF_SUM * first, room - leaves_size + LEAF_SUM * end);
     for (uint32_t page = pages; --page;)
         if (desc->parts[page])
             desc->parts[sum_at(page) / PAGE] = PART_WANTED;
@@ -328,7 +330,7 @@ int desc_verify_part(const struct geometry *geometry, struct desc *desc, const s
         return error;
     error = parts_prove(geometry, desc, h.record_offset, (uint64_t)h.record_offset + r.record_size);
     if (error == 0 || error == -EAGAIN) {
-        int leaves = parts_prove(geometry, desc, h.leaves_offset + 4ull * first, h.leaves_offset + 4ull * end);
+        int leaves = parts_prove(geometry, desc, h.leaves_offset + LEAF_SUM * first, h.leaves_offset + LEAF_SUM * end);
         error = leaves < 0 ? leaves : error;
     }
     return error == 0 ? desc_fill(geometry, desc, &h, &r) : error;
@@ -337,7 +339,7 @@ int desc_verify_part(const struct geometry *geometry, struct desc *desc, const s
 /* ---- building ---- */
 
 uint32_t kvfs_header_pages(uint64_t size, uint32_t record_size, uint32_t ancestors_size, uint32_t extents) {
-    uint64_t bytes = sizeof(struct kvfs_block_header) + record_size + 24ull * extents + round_up(ancestors_size, 8) + 4 * pages_of(size) + 8;
+    uint64_t bytes = sizeof(struct kvfs_block_header) + record_size + 24ull * extents + round_up(ancestors_size, 8) + LEAF_SUM * pages_of(size) + 8;
     uint64_t pages = pages_of(bytes);
     while (pages_of(bytes + 8 * (pages - 1)) > pages)
         pages++;
@@ -345,7 +347,7 @@ uint32_t kvfs_header_pages(uint64_t size, uint32_t record_size, uint32_t ancesto
 }
 
 int header_build(const struct geometry *geometry, struct desc *desc, const uint8_t *record, uint32_t record_size, const uint8_t *ancestors,
-                 uint32_t ancestors_size, const struct kvfs_extent *extents, uint32_t extent_count, const uint32_t *leaves, uint32_t run_pages) {
+                 uint32_t ancestors_size, const struct kvfs_extent *extents, uint32_t extent_count, const uint64_t *leaves, uint32_t run_pages) {
     struct kvfs_inode_record r;
     memcpy(&r, record, sizeof(r));
     uint32_t pages = desc->header_pages, leaf_count = (uint32_t)pages_of(r.size);
@@ -366,7 +368,7 @@ int header_build(const struct geometry *geometry, struct desc *desc, const uint8
     h.ancestors_offset = (uint32_t)(at + final_size);
     h.ancestors_size = ancestors_size;
     h.leaves_offset = (uint32_t)round_up(h.ancestors_offset + ancestors_size, 8);
-    if (h.leaves_offset + 4ull * leaf_count > pages * PAGE)
+    if (h.leaves_offset + LEAF_SUM * leaf_count > pages * PAGE)
         return -ERANGE;
     r.record_size = (uint32_t)final_size;
     r.extent_count = extent_count;
@@ -379,7 +381,7 @@ int header_build(const struct geometry *geometry, struct desc *desc, const uint8
     copy_bytes(out + at + name_end, extents, 24ull * extent_count);
     copy_bytes(out + at + name_end + 24ull * extent_count, record + name_end, record_size - name_end);
     copy_bytes(out + h.ancestors_offset, ancestors, ancestors_size);
-    copy_bytes(out + h.leaves_offset, leaves, 4ull * leaf_count);
+    copy_bytes(out + h.leaves_offset, leaves, LEAF_SUM * leaf_count);
     /* Backwards: the sum of a page lies in an earlier page, which is summed later. */
     for (uint32_t i = pages; i-- > 1;) {
         uint64_t sum = kvfs_checksum(out + i * PAGE, PAGE, geometry->secret);

@@ -183,9 +183,7 @@ void wire_send(struct connection *connection, uint16_t type, const void *payload
 void wire_wait(struct connection *connection, struct wire_pending *pending);
 /* The outcome of a request that is done; *reply is malloc'ed. 0, the daemon's -errno, -ENOTCONN, -ETIMEDOUT, -EPROTO. */
 int wire_answer(struct kvfs_client *client, struct wire_pending *pending, uint8_t **reply, uint32_t *reply_size);
-/* -EOPNOTSUPP: the daemon is older than this version of the protocol; the message names `what` and both versions. */
-int connection_needs(const struct kvfs_client *client, const struct connection *connection, uint32_t version, const char *what);
-/* All three; -EOPNOTSUPP for a type that the version agreed on has not. */
+/* All three. */
 int wire_ask(struct kvfs_client *client, struct connection *connection, uint16_t type, const void *payload, uint32_t size, uint32_t timeout_ms,
              uint8_t **reply, uint32_t *reply_size);
 /* Notify the daemon, without an answer; dropped where it would have to wait: small frames are sent whole or not at all. */
@@ -303,8 +301,7 @@ struct names_request {
     uint32_t directory_at[KVFS_WIRE_DIRECTORIES_MAX]; /* in the table */
     uint16_t slots[DIRECTORY_SLOTS];                  /* by hash: number + 1 of a directory */
 };
-int names_begin(struct names_request *request, const struct kvfs_client *client, const struct connection *connection,
-                uint32_t flags);                                                 /* -EOPNOTSUPP */
+void names_begin(struct names_request *request, uint32_t flags);
 int names_directory(struct names_request *request, const struct key_file *file); /* number of the file's directory; -1: the table is full */
 /* The whole request, of `count` items; the owner frees it. */
 void names_end(struct names_request *request, const struct kvfs_client *client, uint32_t count, struct message_buffer *out);

@@ -109,8 +109,8 @@ static int header_submit(struct fetch *fetch) {
     bool behind = record->extent_count == 0;
     int r = 0;
     fetch->load_header = true;
-    /* A header has 4 bytes a page, and what else it holds is bounded: a larger one is no header. */
-    if (pages == 0 || pages > record->size / PAGE / 512 + 1024)
+    /* A header has 8 bytes a page, and what else it holds is bounded: a larger one is no header. */
+    if (pages == 0 || pages > record->size / PAGE / 256 + 1024)
         return -ESTALE;
     if (!(fetch->desc = desc_new(pages)))
         return -ENOMEM;

@@ -69,10 +69,9 @@ void key_file(uint32_t kind, const void *key, uint32_t key_size, struct key_file
 
 /* ---- requests about keys ---- */
 
-int names_begin(struct names_request *request, const struct kvfs_client *client, const struct connection *connection, uint32_t flags) {
+void names_begin(struct names_request *request, uint32_t flags) {
     memset(request, 0, sizeof(*request));
     request->flags = flags;
-    return flags & WIRE_TABLE ? connection_needs(client, connection, 3, "a path, or a key of more than 127 bytes,") : 0;
 }
 
 int names_directory(struct names_request *request, const struct key_file *file) {

@@ -174,13 +174,13 @@ int kvfs_fresh(struct kvfs_client *client) {
 /* ---- delete, list ---- */
 
 /* As many keys from `first` on as one request takes; *key is the first one's, and then the next one's. Returns how many, or -errno. */
-static int delete_request(struct kvfs_client *client, const struct connection *connection, const struct kvfs_keys *keys, uint32_t first,
-                          const uint8_t **key, struct message_buffer *out) {
+static int delete_request(struct kvfs_client *client, const struct kvfs_keys *keys, uint32_t first, const uint8_t **key, struct message_buffer *out) {
     struct names_request request;
     uint32_t flags = 0, count = 0, most = (uint32_t)min_u64(keys->count - first, KVFS_WIRE_ITEMS_MAX);
     for (uint32_t i = first; i < first + most; i++)
         flags |= key_is_short(keys->kind, keys->sizes[i]) ? 0 : WIRE_TABLE;
-    int r = names_begin(&request, client, connection, flags);
+    int r = 0;
+    names_begin(&request, flags);
     for (; r == 0 && count < most; count++) {
         struct key_file file;
         uint32_t size = keys->sizes[first + count];
@@ -210,7 +210,7 @@ int kvfs_delete(struct kvfs_client *client, const struct kvfs_keys *keys, uint8_
     const uint8_t *key = keys->data;
     for (uint32_t first = 0, count; first < keys->count && r == 0; first += count) {
         struct message_buffer request;
-        r = delete_request(client, connection, keys, first, &key, &request);
+        r = delete_request(client, keys, first, &key, &request);
         if (r < 0)
             break;
         count = (uint32_t)r;
@@ -240,7 +240,7 @@ int kvfs_list(struct kvfs_client *client, const void *after, uint32_t after_size
     char name[2 * KVFS_KEY_MAX];
     uint64_t name_size = key_hex(after, after_size, name), count = 0, used = 0;
     capacity = (uint32_t)min_u64(capacity, min_u64(KVFS_WIRE_ITEMS_MAX, data_size / KVFS_KEY_MAX));
-    message_append_where(&request, client, connection->version < 3 ? 0 : WIRE_LONG, capacity);
+    message_append_where(&request, client, WIRE_LONG, capacity);
     message_append(&request, &name_size, 8);
     message_append(&request, name, name_size);
     uint8_t *reply = NULL;

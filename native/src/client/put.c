@@ -38,10 +38,11 @@ static void call_fail(struct put_call *call, int error) {
 
 static int window_request(const struct put_call *call, uint32_t first, uint32_t count, struct message_buffer *out) {
     struct names_request request;
-    uint32_t flags = call->parents && call->connection->version >= 3 ? WIRE_PARENTS : 0;
+    uint32_t flags = call->parents ? WIRE_PARENTS : 0;
     for (uint32_t i = first; i < first + count; i++)
         flags |= key_is_short(call->kind, call->blocks[i].key_size) ? 0 : WIRE_TABLE;
-    int r = names_begin(&request, call->client, call->connection, flags);
+    int r = 0;
+    names_begin(&request, flags);
     for (uint32_t i = first; i < first + count && r == 0; i++) {
         const struct put_block *block = &call->blocks[i];
         struct key_file file;

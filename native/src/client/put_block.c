@@ -138,7 +138,7 @@ static int pieces_copy(struct put_item *item) {
 }
 
 /* Checksums of the leaves, and the last page if it is not whole, padded. Pieces begin with pages. */
-static void leaves_make(struct put_item *item, uint32_t *leaves) {
+static void leaves_make(struct put_item *item, uint64_t *leaves) {
     uint64_t secret = item->lane->connection->array.geometry.secret, at = 0;
     for (uint32_t i = 0; i < item->piece_count; at += item->pieces[i++].size) {
         const struct kvfs_buffer *piece = &item->pieces[i];
@@ -176,7 +176,7 @@ int item_prepare(struct put_item *item) {
         return -EPROTO;
     item->header = desc_new(w->header_pages);
     uint8_t *bare = malloc(w->record_size);
-    uint32_t *leaves = malloc((leaf_count + 1) * sizeof(*leaves));
+    uint64_t *leaves = malloc((leaf_count + 1) * sizeof(*leaves));
     void *side = NULL;
     int r = item->header && bare && leaves && posix_memalign(&side, KVFS_PAGE_SIZE, w->run_count * PAGE) == 0 ? 0 : -ENOMEM;
     item->side = side;

@@ -114,7 +114,7 @@ void client_hit(struct kvfs_client *client, struct connection *connection, const
     uint64_t hits[CLIENT_HITS_MAX], now = now_ns();
     uint32_t count = 0;
     struct kvfs_client_statistics report;
-    uint32_t totals = connection->version == 2 ? KVFS_WIRE_TOTALS_2 : CLIENT_COUNTERS - 1;
+    const uint32_t totals = CLIENT_COUNTERS - 1;
     bool tell = false;
     pthread_mutex_lock(&client->lock);
     if (inode)

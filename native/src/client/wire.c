@@ -265,30 +265,20 @@ int wire_answer(struct kvfs_client *client, struct wire_pending *pending, uint8_
     return 0;
 }
 
-int connection_needs(const struct kvfs_client *client, const struct connection *connection, uint32_t version, const char *what) {
-    if (connection->version >= version)
-        return 0;
-    return client_fail(-EOPNOTSUPP, "%s: %s needs version %u of the client protocol, and the daemon, an older kvfs, speaks version %u", client->pool,
-                       what, version, connection->version);
-}
-
 int wire_ask(struct kvfs_client *client, struct connection *connection, uint16_t type, const void *payload, uint32_t size, uint32_t timeout_ms,
              uint8_t **reply, uint32_t *reply_size) {
     *reply = NULL;
-    int r = connection_needs(client, connection, wire_type_since(type), "this call");
-    if (r < 0)
-        return r;
     struct wire_pending pending;
     wire_send(connection, type, payload, size, timeout_ms, &pending);
     wire_wait(connection, &pending);
     return wire_answer(client, &pending, reply, reply_size);
 }
 
-/* Notify the daemon, without an answer. Dropped where it would have to wait, or does not know that type. Small frames are sent whole or not at all. */
+/* Notify the daemon, without an answer. Dropped where it would have to wait. Small frames are sent whole or not at all. */
 void wire_notify(struct connection *connection, uint16_t type, const void *payload, uint32_t size) {
     uint8_t data[sizeof(struct wire_frame) + 8 * 512];
     struct wire_frame frame = {.size = size, .type = type};
-    if (size > sizeof(data) - sizeof(frame) || connection->gone || connection->version < wire_type_since(type) ||
+    if (size > sizeof(data) - sizeof(frame) || connection->gone ||
         pthread_mutex_trylock(&connection->send_lock) != 0)
         return;
     memcpy(data, &frame, sizeof(frame));

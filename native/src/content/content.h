@@ -160,7 +160,7 @@ struct file {
     uint32_t chunk_count;
     struct kvfs_extent *placed; /* places of PLACED chunks; sorted by file_page */
     uint32_t placed_count;
-    uint32_t *leaves; /* of PLACED pages */
+    uint64_t *leaves; /* of PLACED pages */
     uint32_t leaf_capacity;
     uint32_t short_page, short_size; /* the one PLACED page whose leaf covers fewer than 4096 bytes; UINT32_MAX: none */
     uint64_t staged_bytes;           /* of slots */
@@ -210,7 +210,7 @@ int desc_load(struct kvfs_plane *plane, struct ring *ring, const struct kvfs_rec
 struct placed {
     const struct kvfs_extent *extents;
     uint32_t extent_count;
-    const uint32_t *leaves;
+    const uint64_t *leaves;
     uint32_t short_page, short_size;
 };
 /* Read whole pages and verify every leaf; pages outside all extents are zeros. data is page aligned. */

@@ -68,11 +68,11 @@ int desc_load(struct kvfs_plane *plane, struct ring *ring, const struct kvfs_rec
 static struct placed *placed_snapshot(const struct file *file, uint32_t first_page, uint32_t page_count) {
     uint32_t end = (uint32_t)min_u64((uint64_t)first_page + page_count, file->leaf_capacity);
     uint32_t leaves = end > first_page ? end - first_page : 0;
-    struct placed *copy = malloc(sizeof(*copy) + file->placed_count * sizeof(struct kvfs_extent) + leaves * sizeof(uint32_t));
+    struct placed *copy = malloc(sizeof(*copy) + file->placed_count * sizeof(struct kvfs_extent) + leaves * sizeof(uint64_t));
     if (!copy)
         return NULL;
     struct kvfs_extent *extents = (struct kvfs_extent *)(copy + 1);
-    uint32_t *sums = (uint32_t *)(extents + file->placed_count);
+    uint64_t *sums = (uint64_t *)(extents + file->placed_count);
     copy_bytes(extents, file->placed, file->placed_count * sizeof(*extents));
     copy_bytes(sums, file->leaves + first_page, leaves * sizeof(*sums));
     *copy = (struct placed){extents, file->placed_count, sums, file->short_page, file->short_size};

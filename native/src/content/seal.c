@@ -227,7 +227,8 @@ static void seal_free(struct seal *seal) {
 /* Leaf checksums of the pages that no extent covers: of holes. */
 static void leaves_of_holes(const struct kvfs_plane *plane, struct file *file, const struct kvfs_extent *extents, uint32_t extent_count) {
     static const uint8_t zeros[KVFS_PAGE_SIZE];
-    uint32_t zero_leaf, leaf_count = (uint32_t)pages_of(file->size);
+    uint64_t zero_leaf;
+    uint32_t leaf_count = (uint32_t)pages_of(file->size);
     kvfs_leaf_checksums(zeros, PAGE, plane->config.secret, &zero_leaf);
     for (uint32_t page = 0, i = 0; page < leaf_count; page++) {
         while (i < extent_count && extents[i].file_page + extents[i].page_count <= page)

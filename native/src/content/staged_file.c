@@ -5,9 +5,9 @@
 
 #define FILE_CHUNKS_MAX (1u << 22) /* 4 TiB */
 
-/* In bytes. A block's header has 4 bytes for each leaf and must fit in a segment: it gets at most half of one. */
+/* In bytes. A block's header has 8 bytes for each leaf and must fit in a segment: it gets at most half of one. */
 uint64_t file_size_max(const struct kvfs_plane *plane) {
-    return min_u64(FILE_CHUNKS_MAX * CHUNK_SIZE, plane->config.zone_size * plane->config.stripe_width * 512);
+    return min_u64(FILE_CHUNKS_MAX * CHUNK_SIZE, plane->config.zone_size * plane->config.stripe_width * 256);
 }
 
 struct file *file_new(void) {
@@ -41,10 +41,10 @@ int file_grow_chunks(struct file *file, uint32_t count) {
 int file_grow_leaves(struct file *file, uint32_t count) {
     if (count <= file->leaf_capacity)
         return 0;
-    uint32_t *grown = realloc(file->leaves, count * sizeof(uint32_t));
+    uint64_t *grown = realloc(file->leaves, count * sizeof(*grown));
     if (!grown)
         return -ENOMEM;
-    memset(grown + file->leaf_capacity, 0, (count - file->leaf_capacity) * sizeof(uint32_t));
+    memset(grown + file->leaf_capacity, 0, (count - file->leaf_capacity) * sizeof(*grown));
     file->leaves = grown;
     file->leaf_capacity = count;
     return 0;
@@ -104,7 +104,7 @@ int file_from_desc(struct kvfs_plane *plane, struct node *node, const struct des
     free(file->placed);
     file->placed = placed;
     file->placed_count = desc->extent_count;
-    copy_bytes(file->leaves, desc->leaves, desc->leaf_count * sizeof(uint32_t));
+    copy_bytes(file->leaves, desc->leaves, desc->leaf_count * sizeof(*file->leaves));
     for (uint32_t i = 0; i < file->chunk_count; i++) {
         struct chunk *chunk = &file->chunks[i];
         assert(chunk->state != CHUNK_STAGED);

@@ -379,7 +379,7 @@ static inline uint64_t block_write(const char *name, uint32_t name_size, const u
     }
     uint32_t extents_size = r.extent_count * (uint32_t)sizeof(struct kvfs_extent), leaf_count = (uint32_t)pages_of(size);
     uint8_t *copy = pages_get(leaf_count), extent_records[RUNS_MAX * sizeof(struct kvfs_extent)], *spare = pages_get(1);
-    uint32_t *leaves = malloc((leaf_count + 1) * sizeof(*leaves));
+    uint64_t *leaves = malloc((leaf_count + 1) * sizeof(*leaves));
     struct desc *desc = desc_new(block->header_pages);
     CHECK(leaves && desc);
     copy_bytes(copy, data, size);

@@ -198,7 +198,7 @@ static void operation_run(struct operation *o) { /* without the lock */
             kvfs_leaf_lanes((const gpu_u64 *)(const void *)o->from, o->size, o->keys, (gpu_u64 *)(void *)o->to);
     else if (o->kind == SUMS)
         for (thread_index = 0; thread_index < o->size; thread_index++)
-            kvfs_leaf_sums((const gpu_u64 *)(const void *)o->from, o->size, o->keys, (gpu_u32)o->digest, (gpu_u32 *)(void *)o->to);
+            kvfs_leaf_sums((const gpu_u64 *)(const void *)o->from, o->size, o->keys, o->digest, (gpu_u64 *)(void *)o->to);
 }
 
 static void *stream_main(void *argument) {
@@ -750,12 +750,12 @@ EXPORT int cuLaunchKernel(struct function *function, unsigned grid_x, unsigned g
         violate("a kernel of %u threads for %llu leaves", grid_x * block_x, (unsigned long long)leaves);
     /* Real ones fault when they run. */
     if (r == SUCCESS && (from % 8 || range_of(from, leaves * (sums ? 64 : 4096), &source) ||
-                         range_of(*(uint64_t *)parameters[sums ? 4 : 3], leaves * (sums ? 4 : 64), &o.to))) {
+                         range_of(*(uint64_t *)parameters[sums ? 4 : 3], leaves * (sums ? 8 : 64), &o.to))) {
         violate("a kernel reads or writes beside its memory");
         r = INVALID_VALUE;
     }
     o.from = source;
-    o.digest = sums ? *(uint32_t *)parameters[3] : 0;
+    o.digest = sums ? *(uint64_t *)parameters[3] : 0;
     if (r == SUCCESS)
         enqueue(s, o);
     LEAVE;

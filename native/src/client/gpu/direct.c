@@ -114,9 +114,10 @@ struct direct_proof {
     bool used;
     cuda_event event;
     uint64_t since_ns;
-    uint32_t nonce, pages;
-    const uint32_t *leaves;
-    uint32_t *sums; /* pinned */
+    uint64_t nonce;
+    uint32_t pages;
+    const uint64_t *leaves;
+    uint64_t *sums; /* pinned */
     cuda_pointer lanes, device_sums;
 };
 struct counters_of {
@@ -145,8 +146,8 @@ struct direct {
     cuda_module module;
     cuda_function lanes, sums;
     cuda_pointer memory;
-    uint32_t *host_sums; /* pinned, PROOFS * DIRECT_PROOF_PAGES */
-    uint32_t nonce;
+    uint64_t *host_sums; /* pinned, PROOFS * DIRECT_PROOF_PAGES */
+    uint64_t nonce;
     struct direct_proof proofs[PROOFS];
     /* Threads, all under the lock: */
     pthread_mutex_t lock;
@@ -369,7 +370,7 @@ struct direct_read *direct_start(struct direct *direct, const struct desc *desc,
 
 /* ---- the proof ---- */
 
-int direct_proof_start(struct direct *direct, cuda_stream stream, cuda_pointer data, const uint32_t *leaves, uint32_t pages,
+int direct_proof_start(struct direct *direct, cuda_stream stream, cuda_pointer data, const uint64_t *leaves, uint32_t pages,
                        struct direct_proof **out) {
     struct direct_proof *proof = direct->proofs;
     *out = NULL;
@@ -382,7 +383,7 @@ int direct_proof_start(struct direct *direct, cuda_stream stream, cuda_pointer d
     } keys;
     memcpy(&keys, direct->keys, sizeof(keys));
     uint64_t count = pages;
-    proof->nonce = direct->nonce = direct->nonce * 0x915f77f5u + 1;
+    proof->nonce = direct->nonce = direct->nonce * 0x5851f42d4c957f2dull + 1;
     proof->pages = pages;
     proof->leaves = leaves;
     proof->since_ns = now_ns();
@@ -391,7 +392,7 @@ int direct_proof_start(struct direct *direct, cuda_stream stream, cuda_pointer d
     if (r == 0)
         r = CUDA(direct, cuLaunchKernel, direct->sums, (pages + 127) / 128, 1, 1, 128, 1, 1, 0, stream, sums, NULL);
     if (r == 0)
-        r = CUDA(direct, cuMemcpyDtoHAsync, proof->sums, proof->device_sums, pages * sizeof(uint32_t), stream);
+        r = CUDA(direct, cuMemcpyDtoHAsync, proof->sums, proof->device_sums, pages * sizeof(uint64_t), stream);
     if (r == 0)
         r = CUDA(direct, cuEventRecord, proof->event, stream);
     if (r < 0)
@@ -679,7 +680,7 @@ int direct_session(struct direct *direct, struct connection *connection) {
 /* ---- a context ---- */
 
 int direct_enter(struct direct *direct, cuda_context context) {
-    const size_t lanes = DIRECT_PROOF_PAGES * 64, sums = DIRECT_PROOF_PAGES * sizeof(uint32_t);
+    const size_t lanes = DIRECT_PROOF_PAGES * 64, sums = DIRECT_PROOF_PAGES * sizeof(uint64_t);
     int r = CUDA(direct, cuModuleLoadData, &direct->module, direct->ptx);
     direct->context = context;
     if (r == 0)
@@ -732,7 +733,7 @@ int direct_open(struct kvfs_client *client, const struct gpu_driver *driver, int
     direct->primary = primary;
     direct->any_way = options->flags & KVFS_GPU_INDIRECT;
     direct->timeout_ns = client->options.timeout_ms * 1000000ull;
-    direct->nonce = (uint32_t)now_ns();
+    direct->nonce = now_ns();
     pthread_mutex_init(&direct->lock, NULL);
     pthread_condattr_t monotonic;
     pthread_condattr_init(&monotonic);
@@ -751,7 +752,7 @@ int direct_open(struct kvfs_client *client, const struct gpu_driver *driver, int
         r = kvfs_gpu_kernel(options->nvrtc, (uint32_t)(major * 10 + minor), &direct->ptx);
     if (r == 0)
         direct->before = cufile_counters(direct);
-    uint64_t size = PROOFS * DIRECT_PROOF_PAGES * sizeof(uint32_t);
+    uint64_t size = PROOFS * DIRECT_PROOF_PAGES * sizeof(uint64_t);
     void *memory = r == 0 ? mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0) : MAP_FAILED;
     if (r == 0 && memory == MAP_FAILED)
         r = client_fail(-ENOMEM, "no memory for checksums");

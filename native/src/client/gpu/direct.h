@@ -33,7 +33,7 @@ struct direct_read *direct_start(struct direct *direct, const struct desc *desc,
 int direct_poll(struct direct *direct, struct direct_read *read);
 /* Prove pages that lie in GPU memory. *out NULL and 0: all in use, later. At most DIRECT_PROOF_PAGES. */
 #define DIRECT_PROOF_PAGES 1024u
-int direct_proof_start(struct direct *direct, cuda_stream stream, cuda_pointer data, const uint32_t *leaves, uint32_t pages,
+int direct_proof_start(struct direct *direct, cuda_stream stream, cuda_pointer data, const uint64_t *leaves, uint32_t pages,
                        struct direct_proof **out);
 /* -EINPROGRESS; else it is over: 0; -EBADMSG; -EIO, -ETIMEDOUT: the GPU. */
 int direct_proof_poll(struct direct *direct, struct direct_proof *proof);

@@ -1,4 +1,4 @@
-/* The leaf checksums as a GPU computes them: xxh3-64 of one page, cut to 32 bits, as checksum_leaf.h has it for a CPU. One text, for two compilers:
+/* The leaf checksums as a GPU computes them: xxh3-64 of one page, as checksum_leaf.h has it for a CPU. One text, for two compilers:
  * client/gpu/kernel.c takes it as a string for NVRTC, tests and doubles as C. Hence the argument of a macro, and no preprocessor in it. A file that
  * includes it defines GPU_LEAF(...), and for C: GPU_KERNEL, GPU_FUNCTION, GPU_INDEX (the number of a thread).
  *
@@ -51,7 +51,7 @@ GPU_LEAF(
         lanes[index] = gpu_leaf_stripe(sum, own[63 * 8], neighbour[63 * 8], keys.words[24 + lane]);
     }
 
-    GPU_KERNEL void kvfs_leaf_sums(const gpu_u64 *lanes, gpu_u64 leaves, struct gpu_leaf_keys keys, gpu_u32 nonce, gpu_u32 *sums) {
+    GPU_KERNEL void kvfs_leaf_sums(const gpu_u64 *lanes, gpu_u64 leaves, struct gpu_leaf_keys keys, gpu_u64 nonce, gpu_u64 *sums) {
         gpu_u64 index = GPU_INDEX;
         gpu_u64 sum = 4096ull * 0x9E3779B185EBCA87ull;
         if (index >= leaves)
@@ -60,7 +60,7 @@ GPU_LEAF(
         for (int i = 0; i < GPU_LEAF_LANES; i += 2)
             sum += gpu_leaf_fold(of[i] ^ keys.words[32 + i], of[i + 1] ^ keys.words[33 + i]);
         sum = (sum ^ (sum >> 37)) * 0x165667919E3779F9ull;
-        sums[index] = (gpu_u32)(sum ^ (sum >> 32)) ^ nonce;
+        sums[index] = sum ^ (sum >> 32) ^ nonce;
     }
 
 )
