@@ -12,6 +12,7 @@ import tomllib
 import uuid as uuids
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from kvfs.errors import OtherVersionError, PoolError
@@ -33,6 +34,7 @@ from kvfs.pool.pod import (
     MAP_SIZE_MAX,
     MAP_SIZE_MIN,
     NODES_MAX,
+    POD_SEGMENT_PAGES_MAX,
     PodConfig,
     check_pod,
     same_but,
@@ -92,7 +94,7 @@ class PoolConfig:
 
     @property
     def segment_count(self) -> int:
-        return len(self.members())
+        return len(self._members)
 
     def segments_of(self, slot: int) -> Sequence[int]:
         """The segments that the node of this slot writes."""
@@ -106,12 +108,12 @@ class PoolConfig:
     def members(self) -> list[tuple[tuple[int, int], ...]]:
         """The members, (device, zone), of every segment. Segments of devices that were added follow on the others and
         lie on their own devices."""
-        found: list[tuple[tuple[int, int], ...]] = []
-        for group in sorted({device.group for device in self.devices}):
-            here = [device for device in self.devices if device.group == group]
-            for segment in layout([device.zone_count for device in here], self.geometry.stripe_width):
-                found.append(tuple((here[device].index, zone) for device, zone in segment))
-        return found
+        return list(self._members)
+
+    @property
+    def _members(self) -> Sequence[tuple[tuple[int, int], ...]]:
+        shape = tuple((device.index, device.zone_count, device.group) for device in self.devices)
+        return _members(shape, self.geometry.stripe_width)
 
     def dump(self) -> str:
         """pool.toml's text."""
@@ -152,6 +154,17 @@ class PoolConfig:
                 f"directory = {_quoted(rule.directory)}" if rule.directory else f"suffixes = [{endings}]",
             ]
         return "\n".join(lines) + "\n"
+
+
+@lru_cache(maxsize=2)
+def _members(shape: tuple[tuple[int, int, int], ...], stripe_width: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """The members of every segment over devices of (index, zone count, group). Half a million take some seconds."""
+    found: list[tuple[tuple[int, int], ...]] = []
+    for group in sorted({group for _, _, group in shape}):
+        here = [(index, zones) for index, zones, its_group in shape if its_group == group]
+        for segment in layout([zones for _, zones in here], stripe_width):
+            found.append(tuple((here[device][0], zone) for device, zone in segment))
+    return tuple(found)
 
 
 def _pod_lines(pod: PodConfig) -> list[str]:
@@ -279,6 +292,11 @@ def _check(config: PoolConfig, origin: str) -> None:
         raise PoolError(f"{origin}: device.uuid: two devices have the same")
     if config.pod is not None:
         check_pod(config.pod, origin)
+        if geometry.segment_pages > POD_SEGMENT_PAGES_MAX:
+            raise PoolError(
+                f"{origin}: segments of {geometry.segment_size} bytes; in a pod "
+                f"{POD_SEGMENT_PAGES_MAX * PAGE_SIZE} is the most"
+            )
         room = zones_offset(config.pod.nodes)
         for device in config.devices:
             if device.zones_offset < room:

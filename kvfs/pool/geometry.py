@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 
 from kvfs.errors import PoolError, UsageError
@@ -20,8 +21,9 @@ SEGMENT_CAP = 512 << 20
 SEGMENTS_WANTED = 256
 SEGMENTS_BEFORE_GROWTH = 16384
 SEGMENTS_MAX = 32768
-# Of a pod; each node may have as many as a pool of its own.
-POD_SEGMENTS_MAX = 1 << 22
+# In a pod each node knows all segments, so it has fewer of its own.
+NODE_SEGMENTS_MAX = 8192
+POD_SEGMENTS_MAX = 1 << 19
 SEGMENTS_MIN = 8
 SUMMARY_SHARE = 64
 SUMMARY_PAGES_MIN = 2
@@ -125,12 +127,13 @@ def choose_geometry(
 
 
 def _choose_zone(usable: int, width: int, nodes: int) -> int:
-    """Small pools: some hundreds of segments; then segments of 512 MiB, then at most 32,768 segments. So has each node
-    of a pod."""
+    """Small pools: some hundreds of segments; then segments of 512 MiB, then at most 32,768 segments. A node of a pod
+    has some hundreds as well, and at most 8,192."""
     segment = max(SEGMENT_MIN, _power_below(max(1, usable // (SEGMENTS_WANTED * nodes))))
     segment = min(segment, SEGMENT_CAP)
-    if usable // segment > SEGMENTS_BEFORE_GROWTH * nodes:
-        while usable // segment > min(SEGMENTS_MAX * nodes, POD_SEGMENTS_MAX):
+    most = max(SEGMENTS_MAX, min(NODE_SEGMENTS_MAX * nodes, POD_SEGMENTS_MAX))
+    if usable // segment > most // SEGMENTS_MAX * SEGMENTS_BEFORE_GROWTH:
+        while usable // segment > most:
             segment *= 2
     return max(_power_below(max(1, segment // width)), STRIPE_UNIT_MIN)
 
@@ -151,21 +154,20 @@ def layout(zone_counts: list[int], stripe_width: int) -> list[tuple[tuple[int, i
     Each segment takes the stripe_width devices with the most unused zones, among equals those used longest ago, so
     successive segments rotate.
     """
-    left = list(zone_counts)
-    used = [0] * len(left)
-    order = list(range(-len(left), 0))
+    # Most unused zones first, then longest ago; a device that was never used was used before all others, in order.
+    heap = [(-zones, device - len(zone_counts), device) for device, zones in enumerate(zone_counts)]
+    heapq.heapify(heap)
+    used = [0] * len(zone_counts)
     segments: list[tuple[tuple[int, int], ...]] = []
-    devices = range(len(left))
     turn = 0
     while True:
-        chosen = sorted(devices, key=lambda device: (-left[device], order[device]))[:stripe_width]
-        if left[chosen[-1]] == 0:
+        chosen = [heapq.heappop(heap) for _ in range(stripe_width)]
+        if chosen[-1][0] == 0:
             return segments
         members = []
-        for device in chosen:
+        for left, _, device in chosen:
             members.append((device, used[device]))
             used[device] += 1
-            left[device] -= 1
-            order[device] = turn
+            heapq.heappush(heap, (left + 1, turn, device))
             turn += 1
         segments.append(tuple(members))

@@ -112,6 +112,8 @@ class Heart:
         heart._mounted = {index: 0 if beat is None else beat.mounted for index, beat in beats.items()}
         if next_epoch:
             last = max(last, heart._highest())
+            if last >= EPOCH_MAX:
+                raise FormatError(f"{opened.path}: mount {last}; the last possible is {EPOCH_MAX - 1}")
         heart.me = replace(here, epoch=last + next_epoch)
         heart._reserve(beats)
         heart._write_first(pushing=force and any(beat is not None and beat.in_use for beat in beats.values()))
@@ -137,8 +139,6 @@ class Heart:
                 found += [beat.epoch for beat in beats.values()]
             except DeviceError as error:
                 log.warning("%s", error)
-        if max(found) >= EPOCH_MAX:
-            raise FormatError(f"{self._opened.path}: mount {max(found)}; the last possible is {EPOCH_MAX - 1}")
         return max(found)
 
     # ---- taking ----
@@ -254,8 +254,11 @@ class Heart:
         self._put(index, device, durable=True)
 
     def next_epoch(self) -> int:
-        """The epoch that raise_epoch() may be given: above all that any node has. Blocks."""
-        return max(self.me.epoch, self._highest()) + 1
+        """The epoch that raise_epoch() may be given: above all of any node. Blocks. FormatError if there is none."""
+        epoch = max(self.me.epoch, self._highest()) + 1
+        if epoch >= EPOCH_MAX:
+            raise FormatError(f"{self._opened.path}: mount {epoch}; the last possible is {EPOCH_MAX - 1}")
+        return epoch
 
     def raise_epoch(self, epoch: int) -> dict[int, str]:
         """Take a higher epoch while the pod's pool is in use, durably: the numbers of the last one run out. Blocks.

@@ -18,7 +18,8 @@ from kvfs.pool.config import CONFIG_NAME, PoolConfig, load
 from kvfs.pool.devices import Device, DeviceAddress, Tell
 from kvfs.pool.format import BEAT_LEFT, BEAT_RETIRED, Beat, beat_offset, pack_beat
 from kvfs.pool.labels import read_beats, read_labels, write_labels
-from kvfs.pool.lock import pool_lock
+from kvfs.pool.lock import INDEX_NAME, pool_lock
+from kvfs.pool.making import make_index
 from kvfs.pool.node import Node, load_node, write_node
 from kvfs.pool.opening import (
     check_device,
@@ -127,7 +128,10 @@ def join(pool: Path, slot: int | None = None, *, force: bool = False, clock: own
         if len(devices) < sum(not device.removed for device in config.devices):
             raise DeviceError(f"{pool}: a device of the pod is not there; to join, all are needed")
         config = _latest(pool, config, devices)
-        joined = _take_slot(pool, config, devices, node, slot, force, clock)
+        joined, is_fresh = _take_slot(pool, config, devices, node, slot, force, clock)
+    if is_fresh and not (pool / INDEX_NAME).exists():
+        # Nobody had the slot before, so the first mount has nothing to look for.
+        make_index(pool / INDEX_NAME, config)
     write_node(pool, joined)
     return joined
 
@@ -147,7 +151,9 @@ def ensure_joined(pool: Path, tell: Tell | None = None) -> None:
 def _take_slot(
     pool: Path, config: PoolConfig, devices: Mapping[int, Device], node: Node, wanted: int | None, force: bool,
     clock: owner.Clock,
-) -> Node:  # fmt: skip
+) -> tuple[Node, bool]:  # fmt: skip
+    """Returns also whether no node had the slot before."""
+    fresh: set[int] = set()
     here = replace(owner.this_process(pool=str(pool), use="joining"), node=node.uuid, flags=BEAT_LEFT)
     if force and wanted is not None:
         _wait_still(pool, config, devices, wanted, here, clock)
@@ -155,6 +161,8 @@ def _take_slot(
         began, found = clock.now(), _read(devices, config)
         slot = _choose(pool, _pod(pool, config), found, node, wanted, force)
         pages = found.get(slot, {})
+        if not pages:
+            fresh.add(slot)
         mounted = {index: beat.mounted for index, beat in pages.items() if beat.node == node.uuid}
         epoch = max((beat.epoch for beats in found.values() for beat in beats.values()), default=0)
         number = 1 + max((beat.number for beat in pages.values()), default=0)
@@ -165,7 +173,7 @@ def _take_slot(
         clock.sleep(JOIN_S)
         holders = {index: beat.node for index, beat in _read(devices, config).get(slot, {}).items()}
         if all(holders.get(index) == node.uuid for index in devices):
-            return Node(node.uuid, slot)
+            return Node(node.uuid, slot), slot in fresh
         # Another wrote at the same moment. Whose page stands on the first device takes the others as well.
 
 

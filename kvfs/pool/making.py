@@ -24,7 +24,15 @@ from kvfs.pool.labels import beats_by_label, write_labels
 from kvfs.pool.lock import DEVICES_NAME, INDEX_NAME, LOCK_NAME, locked, pool_lock
 from kvfs.pool.node import NODE_NAME
 from kvfs.pool.opening import config_from_labels, open_device, open_pool, stored_path, write_config
-from kvfs.pool.pod import PodConfig, check_pod, check_room, choose_lot, refuse_change, zones_offset
+from kvfs.pool.pod import (
+    POD_SEGMENT_PAGES_MAX,
+    PodConfig,
+    check_pod,
+    check_room,
+    choose_lot,
+    refuse_change,
+    zones_offset,
+)
 from kvfs.pool.signatures import signature
 from kvfs.types import PAGE_SIZE
 from kvfs.units import format_size
@@ -162,6 +170,8 @@ def _new_config(request: FormatRequest, geometry: Geometry, opened: list[Device]
     count = config.segment_count
     pod = replace(pod, lot=pod.lot or choose_lot(count, pod.nodes))
     check_room(pod, count, "pod create")
+    if geometry.segment_pages > POD_SEGMENT_PAGES_MAX:
+        raise UsageError(f"--segment-size: {format_size(POD_SEGMENT_PAGES_MAX * PAGE_SIZE)} is the most in a pod")
     return replace(config, pod=pod)
 
 
@@ -172,7 +182,7 @@ def _write_pool(request: FormatRequest, config: PoolConfig, notes: list[str], op
         (request.pool / NODE_NAME).unlink(missing_ok=True)
         for failed in write_labels(config, opened, 0).values():
             raise DeviceError(failed)
-        _make_index(request.pool / INDEX_NAME, config)
+        make_index(request.pool / INDEX_NAME, config)
     finally:
         if request.files:
             for device in opened:
@@ -181,7 +191,7 @@ def _write_pool(request: FormatRequest, config: PoolConfig, notes: list[str], op
     return FormatResult(config, tuple(notes))
 
 
-def _make_index(path: Path, config: PoolConfig) -> None:
+def make_index(path: Path, config: PoolConfig) -> None:
     """Make an empty index, so that the first mount has nothing to rebuild."""
     index = LmdbIndex(path)
     try:

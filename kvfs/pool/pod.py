@@ -23,6 +23,8 @@ ENGINES_MAX = 8
 MAP_SIZE_MIN = 1 << 20
 MAP_SIZE_MAX = 1 << 48
 LOOKUP_WAIT_MAX_MS = 10_000
+# The news of a block has 24 bits for its page.
+POD_SEGMENT_PAGES_MAX = 1 << 24
 # The pages of nodes begin behind the first label.
 NODE_PAGES_OFFSET = LABEL_SIZE
 

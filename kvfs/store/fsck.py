@@ -31,6 +31,7 @@ from kvfs.pool.opening import (
     check_device,
     device_path,
     discover,
+    latest_config,
     open_device,
     own_node,
     read_epochs,
@@ -197,11 +198,13 @@ def _check_labels(pool: Path, repair: bool, report: FsckReport) -> None:
             if not described.removed:
                 check_unused(device, slot=opened.slot if config.pod is not None else None)
         bad: list[str] = []
+        labels: list[PoolConfig] = []
         for device, described in zip(opened.devices, config.devices, strict=True):
             if described.removed:
                 continue
             try:
-                _, notes = check_device(config, device, described, str(pool / configuration.CONFIG_NAME))
+                label, notes = check_device(config, device, described, str(pool / configuration.CONFIG_NAME))
+                labels.append(label.config(f"{device.path}: label"))
             except DeviceError as error:
                 # There is no valid copy here. pool.toml and the other devices' labels have all that it said.
                 if device.size < described.size or not _others_agree(opened, config, described.index):
@@ -209,7 +212,10 @@ def _check_labels(pool: Path, repair: bool, report: FsckReport) -> None:
                 notes = [str(error)]
             bad += notes
         if bad and repair:
-            for failed in write_labels(config, opened.devices, opened.epoch, opened.absent).values():
+            # In a pod another node may have changed the description.
+            for failed in write_labels(
+                latest_config(config, labels), opened.devices, opened.epoch, opened.absent
+            ).values():
                 raise DeviceError(failed)
         for message in bad:
             report.add(Finding("label", message, repaired=repair))

@@ -37,13 +37,13 @@ def device_files(path: Path, count: int = 2, size: int = 32 << 20) -> list[Path]
     return files
 
 
-def make_pod(path: Path, *, nodes: int = 3, joined: int = 1, **of_pod: object) -> list[Path]:
+def make_pod(path: Path, *, nodes: int = 3, joined: int = 1, width: int | None = None, **of_pod: object) -> list[Path]:
     """Pool directories of the nodes that have joined, on devices in `path`."""
     devices = device_files(path)
     pods = [path / f"node-{slot}" for slot in range(joined)]
     pod = PodConfig(engine=(ENGINE,), nodes=nodes, **{"lot": 0, **of_pod})  # type: ignore[arg-type]
     made = path / "made" if not joined else pods[0]
-    format_devices(FormatRequest(pool=made, devices=tuple(devices), pod=pod))
+    format_devices(FormatRequest(pool=made, devices=tuple(devices), pod=pod, stripe_width=width))
     for pool in pods:
         join_node(pool)
     return pods

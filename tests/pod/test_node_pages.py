@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import uuid
 from collections.abc import Iterator
@@ -12,9 +13,9 @@ from pathlib import Path
 import pytest
 import trio
 from pods import Time, join_node, make_pod
-from store_pools import OPTIONS, names, write
+from store_pools import OPTIONS, names, rebuilt, write
 
-from kvfs.errors import DeviceError, InUseError, PoolError, UsageError
+from kvfs.errors import DeviceError, FormatError, InUseError, PoolError, UsageError, first_error
 from kvfs.index.lmdb import LmdbIndex
 from kvfs.pool import owner
 from kvfs.pool.config import load
@@ -26,17 +27,20 @@ from kvfs.pool.format import (
     META_EPOCH,
     META_NUMBER,
     Beat,
+    Label,
     beat_offset,
     pack_beat,
     unpack_beat,
 )
 from kvfs.pool.heart import Heart
+from kvfs.pool.joining import retire
 from kvfs.pool.labels import beats_by_label, read_beat, read_beats, read_labels
 from kvfs.pool.making import FormatRequest, add_devices, check_unused, format_devices
 from kvfs.pool.opening import OpenPool, open_device, open_pool
 from kvfs.store.fsck import fsck
+from kvfs.store.health import DeviceState
 from kvfs.store.store import Store
-from kvfs.types import PAGE_SIZE
+from kvfs.types import EPOCH_MAX, PAGE_SIZE
 
 SECRET, POOL, DEVICE = 1, uuid.UUID(int=7), uuid.UUID(int=8)
 
@@ -383,3 +387,112 @@ def test_a_mount_joins_and_every_other_use_asks_for_it(tmp_path: Path) -> None:
 
     trio.run(main)
     assert told == [f"{second}: joined the pod as slot 2"]
+
+
+@pytest.mark.parametrize("lose_index", [False, True], ids=["index", "no-index"])
+def test_a_device_that_missed_a_mount_is_compared_and_taken_in(tmp_path: Path, lose_index: bool) -> None:
+    one, two = make_pod(tmp_path, joined=2, width=1)
+    device, away = tmp_path / "device-1", tmp_path / "away"
+    before: set[bytes] = set()
+
+    async def work() -> None:
+        with trio.fail_after(120):
+            async with Store.open(one, OPTIONS) as a:
+                for i in range(60):
+                    await write(a, b"%d" % i, size=64 << 20)
+                before.update(names(a))
+            device.rename(away)
+            async with Store.open(one, OPTIONS) as a:
+                assert 0 < len(names(a)) < 60
+            away.rename(device)
+            # The other node's mount is later, and says nothing of this one's device.
+            async with Store.open(two, OPTIONS):
+                pass
+            if lose_index:
+                shutil.rmtree(one / "index")
+            async with Store.open(one, OPTIONS) as a:
+                await rebuilt(a)
+                assert (names(a) == before) is not lose_index
+                await until_online(a)
+
+    trio.run(work)
+    with opened(one) as found:
+        assert found.epochs == {0: 4, 1: 4}
+
+
+async def until_online(store: Store) -> None:
+    with trio.fail_after(60):
+        while any(service.state != DeviceState.ONLINE for service in store.service.all):
+            await trio.sleep(0.02)
+
+
+def test_a_device_comes_back_to_a_running_node_though_another_was_retired_meanwhile(tmp_path: Path) -> None:
+    one = make_pod(tmp_path, joined=2, width=1)[0]
+
+    async def work() -> None:
+        with trio.fail_after(120):
+            async with Store.open(one, OPTIONS) as a:
+                for i in range(60):
+                    await write(a, b"%d" % i, size=64 << 20)
+                all_names = names(a)
+                a.service.fail(1, "as the test says")
+                assert names(a) < all_names
+                await trio.to_thread.run_sync(lambda: retire(one, 1, clock=Time().clock))
+                a.service.all[1].probe_at = 0.0
+                await until_online(a)
+                assert names(a) == all_names
+
+    trio.run(work)
+    with opened(one) as found:
+        assert found.epochs == {0: 1, 1: 1} and found.config.revision == 1
+
+
+def test_a_retired_node_that_is_mounted_ends_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner, "INTERVAL_S", 0.05)
+    one, two = make_pod(tmp_path, joined=2)
+
+    async def work() -> None:
+        async with Store.open(two, OPTIONS):
+            with opened(one) as found:
+                for device in range(2):
+                    page = page_of(found, device, 1)
+                    put(found, replace(page, flags=BEAT_RETIRED), device)
+            await trio.sleep(60)
+
+    with pytest.raises(BaseExceptionGroup) as ending:
+        trio.run(work)
+    assert isinstance(first_error(ending.value), InUseError) and "slot 1 was retired" in str(first_error(ending.value))
+
+
+def test_the_first_mount_of_a_node_has_nothing_to_rebuild(tmp_path: Path) -> None:
+    _, two = make_pod(tmp_path, joined=2)
+
+    async def work() -> None:
+        async with Store.open(two, OPTIONS) as store:
+            assert not store.rebuilding and not store.notes
+
+    trio.run(work)
+
+
+def test_a_repair_of_labels_keeps_what_another_node_wrote_there(tmp_path: Path) -> None:
+    one, two, _ = make_pod(tmp_path, joined=3)
+    retire(two, 2, clock=Time().clock)
+    with open(tmp_path / "device-0", "r+b") as file:
+        file.seek(100)
+        file.write(b"damage")
+    report = fsck(one, repair=True)
+    assert [(finding.what, finding.repaired) for finding in report.findings if finding.what == "label"] == [
+        ("label", True)
+    ]
+    with opened(one) as found:
+        assert found.config.revision == 1 and found.config.pod is not None and found.config.pod.retired == (2,)
+        label = read_labels(found.devices[0], found.config.devices[0].size).copies[0]
+        assert isinstance(label, Label) and label.config("").revision == 1 and label.mount_epoch == 0
+
+
+def test_no_mount_follows_on_the_last_possible_one(tmp_path: Path) -> None:
+    one, two = make_pod(tmp_path, joined=2)
+    with opened(two) as found:
+        put(found, replace(page_of(found), epoch=EPOCH_MAX))
+    with opened(one) as found, pytest.raises(FormatError, match=f"mount {EPOCH_MAX}; the last possible is"):
+        mounted(found)

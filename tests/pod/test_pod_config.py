@@ -12,10 +12,10 @@ from pods import ENGINE, device_files
 
 from kvfs.errors import PoolError, UsageError
 from kvfs.pool.config import PoolConfig, compare, new_config, parse
-from kvfs.pool.geometry import LABEL_SIZE, POD_SEGMENTS_MAX, Geometry, choose_geometry, layout, zones_on
+from kvfs.pool.geometry import LABEL_SIZE, POD_SEGMENTS_MAX, Geometry, _choose_zone, layout
 from kvfs.pool.making import FormatRequest, format_devices
 from kvfs.pool.opening import latest_config
-from kvfs.pool.pod import PodConfig, choose_lot, zones_offset
+from kvfs.pool.pod import POD_SEGMENT_PAGES_MAX, PodConfig, choose_lot, zones_offset
 from kvfs.types import PAGE_SIZE
 
 POD = PodConfig(engine=(ENGINE, "rediss+sentinel://user@one:26379,two:26379/kv"), nodes=3, lot=4)
@@ -146,13 +146,29 @@ def test_zones_begin_behind_a_page_for_each_slot(nodes: int, mib: int) -> None:
     assert LABEL_SIZE + nodes * PAGE_SIZE <= zones_offset(nodes)
 
 
-def test_each_node_of_a_large_pod_has_hundreds_of_segments_and_the_pod_not_too_many() -> None:
-    sizes = [16 << 40] * 72
-    geometry, _ = choose_geometry(sizes, stripe_width=4, nodes=72)
-    count = sum(size // geometry.segment_size for size in sizes)
-    assert 72 * 256 <= count <= POD_SEGMENTS_MAX
-    small, _ = choose_geometry([8 << 30] * 4, nodes=16)
-    assert len(layout([zones_on(8 << 30, small.zone_size)] * 4, 4)) >= 16 * 200
+@pytest.mark.parametrize(("devices", "nodes", "tib"), [(4, 16, 1), (72, 72, 8), (72, 72, 256)])
+def test_each_node_has_hundreds_of_segments_and_a_pod_not_too_many(devices: int, nodes: int, tib: int) -> None:
+    segment = _choose_zone(devices * tib << 40, 4, nodes) * 4
+    assert 200 * nodes <= devices * tib << 40 >> segment.bit_length() - 1 <= POD_SEGMENTS_MAX
+    assert segment <= POD_SEGMENT_PAGES_MAX * PAGE_SIZE
+
+
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=7), st.integers(1, 7))
+def test_the_layout_is_that_of_the_rule(zones: list[int], width: int) -> None:
+    """As docs/format.md says it: each segment in turn takes the devices with the most unused zones."""
+    width = min(width, len(zones))
+    left, used, last = list(zones), [0] * len(zones), list(range(-len(zones), 0))
+    expected, turn = [], 0
+    while True:
+        chosen = sorted(range(len(zones)), key=lambda device: (-left[device], last[device]))[:width]
+        if left[chosen[-1]] == 0:
+            break
+        members = []
+        for device in chosen:
+            members.append((device, used[device]))
+            used[device], left[device], last[device], turn = used[device] + 1, left[device] - 1, turn, turn + 1
+        expected.append(tuple(members))
+    assert layout(zones, width) == expected
 
 
 def test_a_pool_with_too_few_segments_for_its_nodes_is_refused_with_the_numbers(tmp_path: Path) -> None:
