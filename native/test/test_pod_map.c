@@ -14,13 +14,8 @@
 #define PAGES 4096
 
 static struct kvfs_pod *create(uint64_t entries_max, uint32_t segments) {
-    struct kvfs_pod_config config = {.entries_max = entries_max,
-                                     .secret = SECRET,
-                                     .segment_count = segments,
-                                     .segment_pages = PAGES,
-                                     .lot = LOT,
-                                     .nodes = NODES,
-                                     .own_slot = OWN};
+    struct kvfs_pod_config config = {
+        .entries_max = entries_max, .secret = SECRET, .segment_count = segments, .segment_pages = PAGES, .lot = LOT, .nodes = NODES, .own_slot = OWN};
     struct kvfs_pod *pod;
 
     CHECK(kvfs_pod_create(&config, &pod) == 0);
@@ -240,7 +235,8 @@ static void test_an_avoided_segment_has_no_entries_for_a_while(void) {
     CHECK(find(attached, 1, &found) == 0);
     /* The daemon avoids for all. */
     kvfs_pod_avoid(pod, 5, now_ns() + 3600000000000);
-    CHECK(find(pod, 1, &found) == -ENOENT && find(attached, 1, &found) == -ENOENT && find(other, 1, &found) == -ENOENT && find(other, 2, &found) == 0);
+    CHECK(find(pod, 1, &found) == -ENOENT && find(attached, 1, &found) == -ENOENT && find(other, 1, &found) == -ENOENT &&
+          find(other, 2, &found) == 0);
     kvfs_pod_avoid(pod, 5, now_ns() - 1);
     CHECK(find(other, 1, &found) == 0);
     kvfs_pod_avoid(pod, 256, 1);
@@ -529,8 +525,7 @@ struct model {
 static bool model_live(const struct model *model, uint64_t key) {
     const struct kvfs_pod_entry *entry = &model->entry[key];
 
-    return model->here[key] &&
-           (entry->directory || (!model->ended[entry->segment] && model->generation[entry->segment] == entry->generation));
+    return model->here[key] && (entry->directory || (!model->ended[entry->segment] && model->generation[entry->segment] == entry->generation));
 }
 
 static int model_life(struct model *model, uint32_t segment, uint64_t generation, bool ended) {
@@ -580,7 +575,8 @@ static void test_a_model_agrees(void) {
             if (version == model->version[key])
                 version = ++clock;
             switch (random_below(&state, 12)) {
-            case 0: CHECK(remove_key(pod, key, version) == (version >= model->version[key] ? 0 : -ESTALE));
+            case 0:
+                CHECK(remove_key(pod, key, version) == (version >= model->version[key] ? 0 : -ESTALE));
                 if (version >= model->version[key]) {
                     model->here[key] = false;
                     model->version[key] = version;
