@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvfs.errors import EngineAwayError, EngineError, FreshError
 from kvfs.pod.asking import Asks, AskStatistics, Barrier, LeaseAsk
@@ -59,14 +59,24 @@ class Source(Protocol):
         ...
 
 
+class LeaseName(NamedTuple):
+    """The asker's slot and start, and the number of its message: a node that starts anew counts from 1 again."""
+
+    slot: int
+    start: int
+    number: int
+
+
 class Keeper(Protocol):
     """The blocks of this node, for what others ask about them. Keys are name keys, 16 bytes."""
 
-    def lease(self, asker: int, lease: int, keys: Sequence[bytes], seconds: float) -> Sequence[bool]:
-        """Keep blocks from eviction; which are kept. The asker's slot and the number name the lease."""
+    def lease(self, lease: LeaseName, keys: Sequence[bytes], seconds: float) -> Sequence[bool]:
+        """Keep blocks from eviction, each for so long; returns which are kept."""
         ...
 
-    def release(self, asker: int, lease: int) -> None: ...
+    def release(self, lease: LeaseName) -> None:
+        """End a lease; it may have ended, or never begun."""
+        ...
 
     def touch(self, asker: int, keys: Sequence[bytes]) -> None:
         """Others read these blocks."""
@@ -394,8 +404,9 @@ class Member:
             state = self._feed.state(now, ask=message.number, ask_start=message.start)
             post(STATE, state.fields(), now, to=slot)
         elif message.kind == LEASE:
+            name = LeaseName(slot, message.start, message.number)
             keys, ms = message.keys(), min(message.integer("ms"), _LEASE_MAX_MS)
-            held = self._keeper.lease(slot, message.number, keys, ms / 1000) if len(keys) <= KEYS_MAX else []
+            held = self._keeper.lease(name, keys, ms / 1000) if len(keys) <= KEYS_MAX else []
             said = "".join("1" if one else "0" for one in held)
             post(HELD, {"ask": message.number, "ask_start": message.start, "held": said}, now, to=slot)
         elif message.kind == HELD:
@@ -404,7 +415,7 @@ class Member:
             if is_mine and not self._asks.lease_answered(slot, number, message.text("held")):
                 post(RELEASE, {"lease": number}, now, to=slot)
         elif message.kind == RELEASE:
-            self._keeper.release(slot, message.integer("lease"))
+            self._keeper.release(LeaseName(slot, message.start, message.integer("lease")))
         elif message.kind == TOUCH:
             self._keeper.touch(slot, message.keys())
         else:

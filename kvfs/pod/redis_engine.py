@@ -28,6 +28,8 @@ _SLICE_S = 0.1
 # Sentinels are asked again after this time: an old master that is cut off says nothing of a new one.
 _VERIFY_S = 10.0
 _REDIRECTS_MAX = 3
+# "MOVED 3999 127.0.0.1:6381"; without a host it is the one that was asked. redis-py takes the first word away.
+_MOVED = re.compile(r"(?:MOVED )?[0-9]+ (\S*):([0-9]+)$")
 # Errors of a server that another one, or a later time, mends.
 _PASSING = re.compile(r"(LOADING|CLUSTERDOWN|MASTERDOWN|READONLY|TRYAGAIN|BUSY|NOREPLICAS|MISCONF|OOM)\b")
 
@@ -205,12 +207,15 @@ class RedisEngine:
             refused = next((reply for reply in replies if isinstance(reply, Exception)), None)
             if refused is None:
                 return replies
-            if not isinstance(refused, errors.MovedError):
+            # redis-py 5 has no class for it at this level.
+            moved = _MOVED.match(str(refused)) if isinstance(refused, errors.ResponseError) else None
+            if moved is None:
                 if not isinstance(refused, errors.ResponseError) or self._passes(refused):
                     self._drop()
                 raise self._failure(refused) from refused
+            here = self._place
             self._drop()
-            self._place = (refused.host or (self._place or ("", 0))[0], int(refused.port))
+            self._place = (moved[1] or (here or ("", 0))[0], int(moved[2]))
         raise EngineAwayError(f"engine {self.name}: {_REDIRECTS_MAX} nodes name another one for the pool's keys")
 
     def _replies(self, connection: _Connection, count: int, wait_s: float) -> list[object]:

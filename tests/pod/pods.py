@@ -11,7 +11,7 @@ from kvfs.pod.batch import HEADER, MAGIC, VERSION, read_header
 from kvfs.pod.engine import Engine
 from kvfs.pod.follow import Applied
 from kvfs.pod.limits import Limits
-from kvfs.pod.member import Identity, Member
+from kvfs.pod.member import Identity, LeaseName, Member
 from kvfs.pod.threads import Pod
 
 SECRET = b"s" * 8
@@ -119,19 +119,19 @@ class MemoryKeeper:
 
     def __init__(self) -> None:
         self.keys: set[bytes] = set()
-        self.leases: dict[tuple[int, int], Sequence[bytes]] = {}
+        self.leases: dict[LeaseName, Sequence[bytes]] = {}
         self.granted = 0
         self.touched: list[bytes] = []
         self.delay_s = 0.0
 
-    def lease(self, asker: int, lease: int, keys: Sequence[bytes], seconds: float) -> Sequence[bool]:
+    def lease(self, lease: LeaseName, keys: Sequence[bytes], seconds: float) -> Sequence[bool]:
         time.sleep(self.delay_s)
-        self.leases[(asker, lease)] = keys
+        self.leases[lease] = keys
         self.granted += 1
         return [key in self.keys for key in keys]
 
-    def release(self, asker: int, lease: int) -> None:
-        self.leases.pop((asker, lease), None)
+    def release(self, lease: LeaseName) -> None:
+        self.leases.pop(lease, None)
 
     def touch(self, asker: int, keys: Sequence[bytes]) -> None:
         self.touched += keys

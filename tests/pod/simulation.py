@@ -33,7 +33,7 @@ from kvfs.pod.batch import HEADER, MAGIC, VERSION, span
 from kvfs.pod.engine import Engine, Entry, Fields, Position
 from kvfs.pod.follow import Applied
 from kvfs.pod.limits import Limits
-from kvfs.pod.member import Identity, Member
+from kvfs.pod.member import Identity, LeaseName, Member
 from kvfs.pod.memory_engine import Faults, MemoryEngine, MemoryServer
 
 HERE, GONE = 1, 2
@@ -131,9 +131,11 @@ class Plane:
         self.queue: list[tuple[float, int, int, int, Place | None]] = []  # due, kind, name, version, place
         self.ended: list[tuple[int, int]] = []
         self.number = 0
-        self.leases: set[tuple[int, int]] = set()
+        self.leases: set[LeaseName] = set()
         self.reloads: list[int] = []
         self.open = min(self.flash.segments)
+        # Pages that a crash took may be in others' maps: no start writes into a life of the one before it.
+        self.is_new = True
         self._recover()
 
     def _recover(self) -> None:
@@ -158,7 +160,7 @@ class Plane:
 
     def store(self, name: int, now: float) -> None:
         life = self.flash.segments[self.open]
-        if not life.generation or len(life.blocks) >= PAGES or max(life.blocks, default=-1) + 1 >= PAGES:
+        if self.is_new or not life.generation or max(life.blocks, default=-1) + 1 >= PAGES:
             life = self._next_segment()
         page = max(life.blocks, default=-1) + 1
         version = self.new_number()
@@ -173,6 +175,7 @@ class Plane:
 
     def _next_segment(self) -> Life:
         segments = sorted(self.flash.segments)
+        self.is_new = False
         self.open = segments[(segments.index(self.open) + 1) % len(segments)]
         old = self.flash.segments[self.open]
         if old.generation:
@@ -360,12 +363,12 @@ class Plane:
 
     # -- Keeper --
 
-    def lease(self, asker: int, lease: int, keys: Sequence[bytes], seconds: float) -> Sequence[bool]:
-        self.leases.add((asker, lease))
+    def lease(self, lease: LeaseName, keys: Sequence[bytes], seconds: float) -> Sequence[bool]:
+        self.leases.add(lease)
         return [int.from_bytes(key[:8], "little") in self.table for key in keys]
 
-    def release(self, asker: int, lease: int) -> None:
-        self.leases.discard((asker, lease))
+    def release(self, lease: LeaseName) -> None:
+        self.leases.discard(lease)
 
     def touch(self, asker: int, keys: Sequence[bytes]) -> None: ...
 
@@ -613,7 +616,7 @@ class World:
     def _leased(self, member: Member, ask: LeaseAsk) -> None:
         held = member.finish_lease(ask)
         owner = self.nodes[ask.slot].plane
-        lease = (member.identity.slot, ask.number)
+        lease = LeaseName(member.identity.slot, member.identity.start, ask.number)
         if any(held):
             self.done["leases"] += 1
             # An owner that has started anew has lost it; a read then misses.
