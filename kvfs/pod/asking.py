@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvfs.pod.follow import Follower
 from kvfs.pod.messages import State
+
+_ANSWERED_MAX = 256
 
 
 class Waiting:
@@ -72,6 +75,8 @@ class Asks:
     follower: Follower
     barriers: dict[int, Barrier] = field(default_factory=dict)
     leases: dict[int, LeaseAsk] = field(default_factory=dict)
+    # Leases that are held, or were: a second answer is no reason to release one.
+    answered_leases: deque[int] = field(default_factory=lambda: deque(maxlen=_ANSWERED_MAX))
     fresh: int = 0
     not_fresh: int = 0
     leases_held: int = 0
@@ -108,8 +113,9 @@ class Asks:
         """False: nobody waits for it any more, so that it is to be released."""
         lease = self.leases.get(number)
         if lease is None or lease.slot != slot or len(held) != len(lease.held):
-            return False
+            return number in self.answered_leases
         del self.leases[number]
+        self.answered_leases.append(number)
         lease.held = tuple(one == "1" for one in held)
         self.leases_held += held.count("1")
         self.leases_refused += len(held) - held.count("1")

@@ -154,7 +154,7 @@ class Feed:
         stream = self._names.stream(self.slot) if to is None else self._names.inbox(to)
         end = now + (self._limits.message_s if wait_s is None else wait_s)
         for link in self._links:
-            if len(link.messages) >= self._limits.messages_max:
+            while link.messages and (link.messages[0][0] < now or len(link.messages) >= self._limits.messages_max):
                 link.messages.popleft()
             link.messages.append((end, stream, data))
         return number

@@ -140,21 +140,19 @@ class Link:
 
 @dataclass(slots=True)
 class _Seen:
-    start: int = 0
-    numbers: set[int] = field(default_factory=set)
-    order: deque[int] = field(default_factory=deque)
+    """The last messages of a slot, of all its starts: one of an old start may come between two of the new one."""
+
+    messages: set[tuple[int, int]] = field(default_factory=set)
+    order: deque[tuple[int, int]] = field(default_factory=deque)
 
     def is_new(self, start: int, number: int) -> bool:
-        if start != self.start:
-            self.start = start
-            self.numbers.clear()
-            self.order.clear()
-        if number in self.numbers:
+        message = start, number
+        if message in self.messages:
             return False
-        self.numbers.add(number)
-        self.order.append(number)
+        self.messages.add(message)
+        self.order.append(message)
         if len(self.order) > _SEEN_MAX:
-            self.numbers.discard(self.order.popleft())
+            self.messages.discard(self.order.popleft())
         return True
 
 
@@ -321,7 +319,11 @@ class Member:
         return 0.0
 
     def _verify(self, link: Link, engine: Engine) -> None:
-        """The first time: begin at the streams' ends. Later: streams may have gone back, as after a flush."""
+        """The first time: begin at the streams' ends. Later: streams may have gone back, as after a flush.
+
+        Then it is read on from their ends too: one ask for each owner brings the rest. Read from the beginning, they
+        would bring 60 s of all owners' news once more, on every node at the same time.
+        """
         streams = [*self._slot_of, self._inbox]
         tails = dict(zip(streams, engine.tails(streams), strict=True))
         if link.positions is None:
@@ -329,7 +331,7 @@ class Member:
             return
         for stream, tail in tails.items():
             if tail < link.positions[stream]:
-                link.positions[stream] = BEGINNING
+                link.positions[stream] = tail
                 link.resets += 1
 
     def _trim_inbox(self, link: Link, engine: Engine, now: float) -> None:

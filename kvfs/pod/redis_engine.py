@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Protocol, cast
 
-from kvfs.errors import EngineAwayError, EngineError, KvfsError, MissingFeatureError
+from kvfs.errors import EngineAwayError, EngineError, KvfsError, MissingFeatureError, printable
 from kvfs.pod.engine import BEGINNING, Engine, Entry, Fields, Information, Position, StreamSize
 from kvfs.pod.url import EngineUrl, read_password
 
@@ -97,6 +97,7 @@ class RedisEngine:
         self._client_name, self._deadline_s, self._clock = client_name, deadline_s, clock
         self._connection: _Connection | None = None
         self._place: tuple[str, int] | None = None
+        self._hosts = list(url.hosts)
         self._verified_at = 0.0
         self._interrupted = threading.Event()
 
@@ -244,7 +245,7 @@ class RedisEngine:
         if isinstance(error, EngineError):
             return error
         errors = self._library.exceptions
-        said = str(error) or type(error).__name__
+        said = printable(str(error)) or type(error).__name__
         if isinstance(error, errors.AuthenticationError):
             return EngineError(f"engine {self.name}: user {self._url.user or 'default'} is refused: {said}")
         if isinstance(error, errors.TimeoutError | TimeoutError):
@@ -259,7 +260,7 @@ class RedisEngine:
         stale = self._url.kind == "sentinel" and self._clock() - self._verified_at >= _VERIFY_S
         if self._connection is not None and not stale:
             return self._connection
-        place = self._locate() if stale or self._place is None or self._url.kind != "cluster" else self._place
+        place = self._place if self._place is not None and self._url.kind == "cluster" else self._found()
         self._verified_at = self._clock()
         if self._connection is not None and place == self._place:
             return self._connection
@@ -267,6 +268,15 @@ class RedisEngine:
         connection = self._open(place, login=True, database=self._url.database)
         self._place, self._connection = place, connection
         return connection
+
+    def _found(self) -> tuple[str, int]:
+        """Where the server is; where it was, if it is connected and no sentinel answers."""
+        try:
+            return self._locate()
+        except EngineAwayError:
+            if self._connection is None or self._place is None:
+                raise
+            return self._place
 
     def _drop(self) -> None:
         connection, self._connection, self._place = self._connection, None, None
@@ -278,13 +288,18 @@ class RedisEngine:
         if self._url.kind == "standalone":
             return self._url.hosts[0] if self._url.hosts else ("", 0)
         said: list[str] = []
-        for host in self._url.hosts:
+        for host in tuple(self._hosts):
             try:
                 connection = self._open(host, login=self._url.kind == "cluster" or self._url.sentinel_login, database=0)
                 try:
-                    return self._master(connection) if self._url.kind == "sentinel" else self._owner(connection, host)
+                    is_sentinel = self._url.kind == "sentinel"
+                    place = self._master(connection) if is_sentinel else self._owner(connection, host)
                 finally:
                     connection.disconnect()
+                # The next time a dead one is not waited for.
+                self._hosts.remove(host)
+                self._hosts.insert(0, host)
+                return place
             except (self._library.exceptions.RedisError, OSError, ValueError, EngineError) as error:
                 said.append(f"{host[0]}:{host[1]}: {str(error) or type(error).__name__}")
         raise EngineAwayError(f"engine {self.name}: {'; '.join(said)}")

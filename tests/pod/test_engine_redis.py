@@ -16,6 +16,7 @@ from pods import QUICK, Node
 from servers import Sentinel, Server, needs_redis, wait_until
 
 from kvfs.errors import EngineAwayError, EngineError, FreshError
+from kvfs.pod import redis_engine
 from kvfs.pod.doctor import examine
 from kvfs.pod.engine import BEGINNING, Engine, Names
 from kvfs.pod.limits import Limits
@@ -255,7 +256,9 @@ def test_tls_with_a_certificate_of_ones_own(directory: Path) -> None:
 
 
 @pytest.mark.slow
-def test_behind_sentinels_the_feed_goes_on_at_the_new_master(directory: Path, nodes: Callable[..., Node]) -> None:
+def test_behind_sentinels_the_feed_goes_on_at_the_new_master(
+    directory: Path, nodes: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
     master = Server(directory / "m").start()
     replica = Server(directory / "r", "--replicaof", "127.0.0.1", str(master.port)).start()
     wait_until(lambda: "master_link_status:up" in replica.command("INFO", "replication"))
@@ -272,6 +275,10 @@ def test_behind_sentinels_the_feed_goes_on_at_the_new_master(directory: Path, no
         a.sink.wait_next(1, b.source.put(), 60.0)
         assert b.sink.is_whole(0) and a.sink.is_whole(1)
         wait_until(lambda: _role(engine) == "master")
+        # Sentinels that are gone spoil no connection that works.
+        sentinel.kill()
+        monkeypatch.setattr(redis_engine, "_VERIFY_S", 0.0)
+        assert engine.information().role == "master"
         engine.close()
     finally:
         for one in (sentinel, replica, master):

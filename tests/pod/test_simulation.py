@@ -16,9 +16,9 @@ PARTS = 8
 SEEDS = often(2000, 10_000)
 
 
-@pytest.mark.skipif("KVFS_POD_SEED" not in os.environ, reason="KVFS_POD_SEED names no seed to look at")
 def test_one_seed() -> None:
-    run_seed(int(os.environ["KVFS_POD_SEED"]))
+    """The one to look at."""
+    run_seed(int(os.environ.get("KVFS_POD_SEED", "0")))
 
 
 @pytest.mark.parametrize("part", range(PARTS))
