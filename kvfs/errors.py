@@ -81,6 +81,27 @@ class MissingFeatureError(KvfsError):
     errno = errno.ENOSYS
 
 
+# ---- a pod ----
+
+
+class EngineError(KvfsError):
+    """The engine of a pod refused a call. The message has its URL, never a password."""
+
+
+class EngineAwayError(EngineError):
+    """The engine of a pod cannot be reached, or missed a call's deadline."""
+
+    errno = errno.EHOSTUNREACH
+
+
+class FreshError(DeadlineError):
+    """Owners of a pod did not publish in time what they held back; `slots` names them."""
+
+    def __init__(self, message: str, slots: Sequence[int]) -> None:
+        super().__init__(message)
+        self.slots = tuple(slots)
+
+
 # ---- what the namespace refuses ----
 
 

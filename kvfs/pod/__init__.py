@@ -1,0 +1,1 @@
+"""A pod: one namespace on many nodes. This room has the engine that carries news, the feed, and those who follow it."""
