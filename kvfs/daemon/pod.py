@@ -15,6 +15,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import trio
@@ -24,7 +25,7 @@ from kvfs.frames import LeasedBlocks, Room
 from kvfs.pod.engine import Engine, Names
 from kvfs.pod.follow import Applied
 from kvfs.pod.limits import Limits
-from kvfs.pod.member import Identity, Member
+from kvfs.pod.member import Identity, LeaseName, Member
 from kvfs.pod.threads import Pod
 from kvfs.pod.url import EngineUrl, parse_urls
 from kvfs.podmap import Conflict, PodMap, PodMapError
@@ -134,7 +135,7 @@ class PodNode:
         self._tombstones = Tombstones(store.index, podmap)
         self._loader = ForeignLoader(store.segments, store.plane, podmap)
         self.counters = PodCounters()
-        self._leases: dict[tuple[int, int], _Lease] = {}
+        self._leases: dict[LeaseName, _Lease] = {}
         self._lease_lock = threading.Lock()
         self._nursery: trio.Nursery | None = None
         self._token: trio.lowlevel.TrioToken | None = None
@@ -149,7 +150,8 @@ class PodNode:
         self._member = Member(identity, [str(url) for url in urls], self._source, self, self, time.monotonic(),
                               limits=limits)  # fmt: skip
         config = store.config
-        self._pod = Pod(self._member, self._source, [lambda url=url: make(url, config, password) for url in urls])
+        makers = [partial(make, url, config, password) for url in urls]
+        self._pod = Pod(self._member, self._source, makers)
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -216,7 +218,7 @@ class PodNode:
 
     # ---- what others ask about this node's blocks: the feed's threads call ----
 
-    def lease(self, asker: int, lease: int, keys: Sequence[bytes], seconds: float) -> Sequence[bool]:
+    def lease(self, lease: LeaseName, keys: Sequence[bytes], seconds: float) -> Sequence[bool]:
         inodes = self._map.own_inodes(keys)
         segments = self._store.segments
         pages = max(1, segments.usable * segments.area // _LEASE_SHARE)
@@ -228,15 +230,15 @@ class PodNode:
             held = iter(self._frames.lease_add(told, memoryview(array("Q", known)).cast("B"), room))
             if told.count:
                 until = time.monotonic() + min(seconds, _LEASE_MAX_S)
-                self._leases[asker, lease] = _Lease(told, until)
+                self._leases[lease] = _Lease(told, until)
                 self.counters.leases += 1
             else:
                 self._frames.lease_end(told)
         return [bool(number) and bool(next(held)) for number in inodes]
 
-    def release(self, asker: int, lease: int) -> None:
+    def release(self, lease: LeaseName) -> None:
         with self._lease_lock:
-            found = self._leases.pop((asker, lease), None)
+            found = self._leases.pop(lease, None)
             if found is not None:
                 self._frames.lease_end(found.told)
 

@@ -798,9 +798,7 @@ _REQUESTS = {
     int(Type.BAD_BLOCK): _Request(_Connection.bad_block, _WORDS.size, answered=False),
     int(Type.HITS): _Request(_Connection.hits, 8 * ITEMS_MAX, answered=False),
     int(Type.TOUCH): _Request(_Connection.touch, 8 * ITEMS_MAX, answered=False),
-    int(Type.FOREIGN): _Request(
-        _Connection.foreign, _FOREIGN.size + ITEMS_MAX * FOREIGN_BLOCK_SIZE, answered=False
-    ),
+    int(Type.FOREIGN): _Request(_Connection.foreign, _FOREIGN.size + ITEMS_MAX * FOREIGN_BLOCK_SIZE, answered=False),
     int(Type.FRESH): _Request(_Connection.fresh, 0),
     int(Type.LEASE): _Request(_Connection.lease, _LEASE.size + 8 * ITEMS_MAX),
     int(Type.RELEASE): _Request(_Connection.release, _WORD.size),

@@ -156,7 +156,8 @@ struct kvfs_pod_batch {
     uint32_t size;     /* of the batch in bytes */
     uint64_t checksum; /* xxh3-64 of the batch with this field zero, seeded with the secret */
     uint64_t start;    /* random: this mount of the owner */
-    uint64_t number;   /* of the first record; consecutive over the batches of a start, beginning with 1 */
+    uint64_t number;   /* of the first record; consecutive over the batches of a start, beginning with 1. A batch without records has one,
+                        * too; items that were lost for want of room leave a gap */
     uint16_t slot;     /* of the owner */
     uint16_t segment_count;
     uint16_t shape_count;

@@ -260,10 +260,10 @@ void pod_shape_give(struct kvfs_pod *pod, uint32_t number) {
 bool pod_shape_sound(const struct kvfs_pod *pod, const struct kvfs_pod_batch_shape *shape) {
     uint64_t leaves = pages_of(shape->size);
 
-    if (shape->mode >> 16 || shape->size >> 48)
+    if ((shape->mode & ~KVFS_POD_EXTENTS) >> 16 || shape->size >> 48)
         return false;
     if (pod_is_directory(shape->mode))
-        return !shape->size && !shape->header_pages;
+        return !shape->size && !shape->header_pages && !(shape->mode & KVFS_POD_EXTENTS);
     /* A regular file. A header holds a checksum of 8 bytes for each page of the file. */
     return (shape->mode & 0170000) == 0100000 && shape->header_pages && shape->header_pages < pod->constants.segment_pages &&
            leaves * sizeof(uint64_t) + sizeof(struct kvfs_block_header) <= shape->header_pages * PAGE;

@@ -354,7 +354,7 @@ static int64_t write_batch(struct kvfs_news *news, const struct packing *packing
     append(&at, packing->records, packing->record_count * sizeof(packing->records[0]));
     head.checksum = kvfs_checksum(out, head.size, news->config.secret);
     memcpy(out, &head, sizeof(head));
-    news->number += packing->record_count;
+    news->number += packing->record_count ? packing->record_count : 1; /* one without records has a number too, else nobody would miss it */
     news->statistics.batches++;
     news->statistics.records += packing->record_count;
     news->statistics.bytes += head.size;
@@ -421,6 +421,7 @@ int64_t kvfs_news_take(struct kvfs_news *news, uint64_t now, void *out, uint64_t
     lost = atomic_load(&news->lost);
     taken->lost = lost - news->lost_told;
     news->lost_told = lost;
+    news->number += taken->lost; /* a gap: the others read flash */
     pthread_mutex_unlock(&news->consumer);
     return size;
 }

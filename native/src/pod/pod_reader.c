@@ -179,6 +179,8 @@ int kvfs_pod_find_name(const struct kvfs_pod *pod, uint64_t parent, const char *
     return kvfs_pod_find(pod, low, high, out);
 }
 
+uint32_t kvfs_pod_owner(const struct kvfs_pod *pod, uint32_t segment) { return pod_owner(&pod->constants, segment); }
+
 void kvfs_pod_avoid(struct kvfs_pod *pod, uint32_t segment, uint64_t until_ns) {
     if (segment >= pod->constants.segment_count)
         return;
