@@ -73,7 +73,7 @@ async def serve(options: MountOptions, mountpoint: str | None, reporter: Reporte
         for reason in store.service.missing():
             reporter.info(f"degraded: {reason}; what lies there is not there until it is back")
         podmap = store.plane.pod
-        foreign = None if podmap is None else ForeignNames(store.plane, podmap, store.sealing, store.config.secret)
+        foreign = None if podmap is None else ForeignNames(store, podmap)
         namespace = Namespace(store, foreign)
         daemon.join(store)
         clients = Clients(store, namespace, feed_size())

@@ -10,18 +10,21 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvfs.errors import KvfsError, StaleInodeError
-from kvfs.plane import Plane
 from kvfs.podmap import Foreign, PodMap
 from kvfs.record import Inode, InodeFlags, split_records
-from kvfs.store.sealing import Sealing
+from kvfs.store.store import Store
 from kvfs.types import EPOCH_MAX, InodeNumber
+
+# Room for the records of a block and of the directories above it.
+_RECORD_MAX = 16384
 
 
 class ForeignNames:
     """The other nodes' names, beside those of a Namespace."""
 
-    def __init__(self, plane: Plane, podmap: PodMap, sealing: Sealing, secret: int) -> None:
-        self._plane, self._map, self._sealing, self._secret = plane, podmap, sealing, secret
+    def __init__(self, store: Store, podmap: PodMap) -> None:
+        self._plane, self._map, self._sealing = store.plane, podmap, store.sealing
+        self._secret, self._end_page = store.config.secret, store.segments.geometry.end_page
 
     def directory(self, parent: InodeNumber, name: bytes) -> Foreign | None:
         """The directory of this name at another node."""
@@ -47,7 +50,9 @@ class ForeignNames:
         if known is None or not known.name:
             raise gone
         try:
-            found = await self._plane.store_scan(known.segment, known.generation, EPOCH_MAX, known.page, known.page + 1)
+            found = await self._plane.store_scan(
+                known.segment, known.generation, EPOCH_MAX, known.page, self._end_page, _RECORD_MAX
+            )
         except KvfsError as error:
             raise gone from error
         for at, size in split_records(found.records):
