@@ -161,11 +161,11 @@ class WireClient:
         (
             version, self.writable, self.uuid, self.epoch, self.secret, self.zone_size, self.stripe_unit, self.width,
             segments, devices, self.reservation_ms,
-        ) = struct.unpack_from("<II16sQQQQIIII", payload)  # fmt: skip
+        ) = struct.unpack_from("<II16sQQQQIIIIII", payload)  # fmt: skip
         assert version == self.version
-        self.zones_offset = struct.unpack_from(f"<{devices}Q", payload, 72)
-        flat = struct.unpack_from(f"<{2 * segments * self.width}I", payload, 72 + 8 * devices)
-        assert len(payload) == 72 + 8 * devices + 8 * segments * self.width
+        self.zones_offset = struct.unpack_from(f"<{devices}Q", payload, 80)
+        flat = struct.unpack_from(f"<{2 * segments * self.width}I", payload, 80 + 8 * devices)
+        assert len(payload) == 80 + 8 * devices + 8 * segments * self.width
         places = list(zip(flat[::2], flat[1::2], strict=True))
         self.members = [places[i : i + self.width] for i in range(0, len(places), self.width)]
         while len(self.fds) < 1 + devices:
