@@ -111,6 +111,7 @@ HEADERS: dict[str, tuple[int, str, *tuple[int, ...]]] = {
     "generation 2**64 - 1": (24, "<Q", U64),
     "generation of another mount": (24, "<Q", (9 << 40) + 1),
     "owner of a mount that has not been": (32, "<Q", 9),
+    "slot 4096": (84, "<I", 4096),
 }
 
 
@@ -219,7 +220,7 @@ RECORDS: dict[str, tuple[int, str, int]] = {
     "another directory than the key's": (16, "<Q", EPOCH),
 }
 # Of the header itself.
-HEADERS: dict[str, tuple[int, str, int]] = {
+BLOCK_FIELDS: dict[str, tuple[int, str, int]] = {
     "another key": (24, "<Q", 1),
     "a parent that no node can be": (80, "<Q", U64),
     "a parent without its check": (80, "<Q", 77),
@@ -228,7 +229,7 @@ HEADERS: dict[str, tuple[int, str, int]] = {
 }
 
 
-@pytest.mark.parametrize("what", [*RECORDS, *HEADERS])
+@pytest.mark.parametrize("what", [*RECORDS, *BLOCK_FIELDS])
 def test_a_block_header_that_cannot_be_costs_its_block_alone(copy: Callable[[str], Path], what: str) -> None:
     pool = copy("killed")
     image = Image(pool)
@@ -236,7 +237,7 @@ def test_a_block_header_that_cannot_be_costs_its_block_alone(copy: Callable[[str
     assert block.header_pages == 1
     page = image.read(block.segment, block.page)
     (record_offset,) = struct.unpack_from("<I", page, 56)
-    offset, layout, value = RECORDS[what] if what in RECORDS else HEADERS[what]
+    offset, layout, value = RECORDS[what] if what in RECORDS else BLOCK_FIELDS[what]
     page = changed(page, offset + (record_offset if what in RECORDS else 0), layout, value)
     image.write(block.segment, block.page, summed(image.config.secret, page))
     # Without index and summaries the headers are all that there is.
