@@ -187,8 +187,9 @@ def _quoted(text: str) -> str:
     return '"' + "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in escaped) + '"'
 
 
-def parse(text: str, origin: str) -> PoolConfig:
-    """The configuration in pool.toml's text. PoolError names `origin` and the key."""
+def parse(text: str, origin: str, oldest: int = CONFIG_VERSION) -> PoolConfig:
+    """The configuration in pool.toml's text. PoolError names `origin` and the key; OtherVersionError the version, if it
+    is newer than this kvfs or older than `oldest`."""
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -199,11 +200,8 @@ def parse(text: str, origin: str) -> PoolConfig:
         raise OtherVersionError(
             f"{origin}: version is {version}; this kvfs knows up to {CONFIG_VERSION}, a newer one made it"
         )
-    if version < CONFIG_VERSION:
-        raise OtherVersionError(
-            f"{origin}: version is {version}, a pool of an older kvfs; this one reads format {CONFIG_VERSION} alone: "
-            "read what is needed with that kvfs, or make the pool anew with kvfs format --force"
-        )
+    if version < oldest:
+        raise OtherVersionError(f"{origin}: {older_version(version)}")
     geometry_reader = reader.table("geometry")
     geometry = Geometry(
         stripe_width=geometry_reader.integer("stripe_width", 1, STRIPE_WIDTH_MAX),
@@ -251,6 +249,14 @@ def _pod(reader: _Reader) -> PodConfig:
     )
     reader.finish()
     return pod
+
+
+def older_version(version: int) -> str:
+    """The words for a pool that an older kvfs made."""
+    return (
+        f"version is {version}: a pool of format {version}, and this kvfs reads format {CONFIG_VERSION}: read what is "
+        "needed with the kvfs that made it, or make the pool anew with `kvfs format --force`"
+    )
 
 
 def _group_rule(reader: _Reader) -> GroupRule:

@@ -20,7 +20,7 @@ import xxhash
 
 from kvfs.errors import ChecksumError, FormatError, OtherVersionError, PoolError
 from kvfs.plane import Run
-from kvfs.pool.config import LABEL_TEXT_OFFSET, PoolConfig, parse
+from kvfs.pool.config import LABEL_TEXT_OFFSET, PoolConfig, older_version, parse
 from kvfs.pool.geometry import LABEL_SIZE
 from kvfs.pool.pod import NODE_PAGES_OFFSET
 from kvfs.types import COUNTER_BITS, EPOCH_MAX, PAGE_SIZE, SLOT_BITS, SegmentIndex
@@ -96,10 +96,11 @@ class Label:
     device_index: int
     device_size: int
     text: str
+    version: int = FORMAT_VERSION
 
     def config(self, origin: str) -> PoolConfig:
         """The pool as this label describes it."""
-        return parse(self.text, origin)
+        return parse(self.text, origin, self.version)
 
 
 def pack_label(config: PoolConfig, device_index: int, mount_epoch: int) -> bytes:
@@ -132,8 +133,8 @@ def holds_label(data: bytes) -> bool:
     return len(data) >= 8 and int.from_bytes(data[:8], "little") == MAGIC_LABEL
 
 
-def unpack_label(data: bytes, where: str) -> Label:
-    """FormatError if there is no valid label; OtherVersionError if a kvfs of another format wrote it."""
+def unpack_label(data: bytes, where: str, oldest: int = FORMAT_VERSION) -> Label:
+    """FormatError if there is no valid label; OtherVersionError if it is of a newer format, or one before `oldest`."""
     if len(data) < LABEL_SIZE or not holds_label(data):
         raise FormatError(f"{where}: no kvfs label")
     (
@@ -147,11 +148,8 @@ def unpack_label(data: bytes, where: str) -> Label:
         )
     if actual != checksum:
         raise ChecksumError(f"{where}: label checksum 0x{checksum:016x}, expected 0x{actual:016x}")
-    if 0 < version < FORMAT_VERSION:
-        raise OtherVersionError(
-            f"{where}: a pool of format {version}, made by an older kvfs; this one reads format {FORMAT_VERSION} "
-            "alone: read what is needed with that kvfs, or make the pool anew with kvfs format --force"
-        )
+    if 0 < version < oldest:
+        raise OtherVersionError(f"{where}: {older_version(version)}")
     if version < 1 or text_size > LABEL_SIZE - LABEL_TEXT_OFFSET:
         raise FormatError(f"{where}: label of version {version} with {text_size} bytes of text")
     try:
@@ -162,7 +160,7 @@ def unpack_label(data: bytes, where: str) -> Label:
     if epoch >= EPOCH_MAX:
         raise FormatError(f"{where}: label of mount {epoch}; the last possible is {EPOCH_MAX - 1}")
     try:
-        config = parse(text, where)
+        config = parse(text, where, version)
     except OtherVersionError:
         raise
     except PoolError as error:
@@ -178,7 +176,7 @@ def unpack_label(data: bytes, where: str) -> Label:
     for i, name in enumerate(_LABEL_FIELDS):
         if found[i] != expected[i]:
             raise FormatError(f"{where}: {name} is {_shown(found[i])}, but its text says {_shown(expected[i])}")
-    return Label(uuids.UUID(bytes=pool_uuid), uuids.UUID(bytes=device_uuid), epoch, index, size, text)
+    return Label(uuids.UUID(bytes=pool_uuid), uuids.UUID(bytes=device_uuid), epoch, index, size, text, version)
 
 
 # ---- beats ----

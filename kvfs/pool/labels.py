@@ -13,6 +13,7 @@ from kvfs.pool.config import DeviceConfig, PoolConfig
 from kvfs.pool.devices import DEVICE_SIZE_MIN, Device
 from kvfs.pool.format import (
     BEAT_OFFSET,
+    FORMAT_VERSION,
     Beat,
     Label,
     beat_offset,
@@ -34,23 +35,25 @@ class LabelCopies:
         valid = [copy for copy in self.copies if isinstance(copy, Label)]
         return max(valid, key=lambda label: label.mount_epoch, default=None)
 
-    def newer(self) -> PoolError | None:
-        """The complaint about a newer version, if that is what one copy is."""
+    def other_version(self) -> PoolError | None:
+        """The complaint about another version of the format, if that is what one copy is."""
         return next((copy for copy in self.copies if isinstance(copy, PoolError)), None)
 
 
-def read_labels(device: Device, size: int | None = None) -> LabelCopies:
-    """Both copies. `size`: of the device as the pool has it; by default its real size."""
+def read_labels(device: Device, size: int | None = None, oldest: int = FORMAT_VERSION) -> LabelCopies:
+    """Both copies. `size`: of the device as the pool has it; by default its real size. `oldest`: as unpack_label()."""
     end = (device.size if size is None else size) // PAGE_SIZE * PAGE_SIZE
-    return LabelCopies((_read_label(device, 0, "first"), _read_label(device, end - LABEL_SIZE, "second")))
+    places = ((0, "first"), (end - LABEL_SIZE, "second"))
+    first, second = (_read_label(device, offset, which, oldest) for offset, which in places)
+    return LabelCopies((first, second))
 
 
-def _read_label(device: Device, offset: int, which: str) -> Label | FormatError | PoolError:
+def _read_label(device: Device, offset: int, which: str, oldest: int) -> Label | FormatError | PoolError:
     where = f"{device.path}: {which} label"
     if offset < 0:
         return FormatError(f"{where}: the device is too small")
     try:
-        return unpack_label(device.read(offset, LABEL_SIZE), where)
+        return unpack_label(device.read(offset, LABEL_SIZE), where, oldest)
     except (FormatError, PoolError) as error:
         return error
     except DeviceError as error:
@@ -113,7 +116,8 @@ def beats_by_label(device: Device) -> tuple[bool, dict[int, Beat]]:
     """Whether there is a kvfs label, and the beats of its pool, by slot. Of an open device whose label alone says which
     pool it is of."""
     try:
-        label = read_labels(device).best() if device.size >= DEVICE_SIZE_MIN else None
+        # Older formats too: a pool that this kvfs cannot read may be in use by one that can.
+        label = read_labels(device, oldest=1).best() if device.size >= DEVICE_SIZE_MIN else None
         if label is None:
             return False, {}
         config = label.config(f"{device.path}: label")

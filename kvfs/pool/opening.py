@@ -286,9 +286,9 @@ def check_device(config: PoolConfig, device: Device, described: DeviceConfig, or
             f"device {described.index} has shrunk"
         )
     found = read_labels(device, described.size)
-    newer = found.newer()
-    if newer is not None:
-        raise newer
+    other = found.other_version()
+    if other is not None:
+        raise other
     label = found.best()
     if label is None:
         raise DeviceError(
@@ -348,7 +348,7 @@ def config_from_labels(paths: Sequence[DeviceAddress], pool: Path) -> PoolConfig
             copies = read_labels(device)
             label = copies.best()
             if label is None:
-                raise PoolError(str(copies.newer() or f"{path}: no valid kvfs label"))
+                raise copies.other_version() or PoolError(f"{path}: no valid kvfs label")
         finally:
             device.close()
         other = found.get(label.device_index)

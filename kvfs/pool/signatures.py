@@ -13,7 +13,7 @@ from pathlib import Path
 from kvfs.errors import FormatError, PoolError
 from kvfs.pool import nvme_kernel, nvme_tcp
 from kvfs.pool.devices import Device, DeviceAddress
-from kvfs.pool.format import holds_label, unpack_label
+from kvfs.pool.format import FORMAT_VERSION, holds_label, unpack_label
 from kvfs.pool.geometry import LABEL_SIZE
 from kvfs.types import PAGE_SIZE
 
@@ -56,7 +56,9 @@ def signature(device: Device) -> str | None:
     head = device.read(0, size)
     if holds_label(head):
         try:
-            return f"the label of kvfs pool {unpack_label(head[:LABEL_SIZE], str(device.path)).pool_uuid}"
+            label = unpack_label(head[:LABEL_SIZE], str(device.path), oldest=1)
+            older = "" if label.version == FORMAT_VERSION else f", of format {label.version}"
+            return f"the label of kvfs pool {label.pool_uuid}{older}"
         except (FormatError, PoolError):
             return "a kvfs label"
     for offset, magic, what in _SIGNATURES:

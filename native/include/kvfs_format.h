@@ -126,10 +126,10 @@ struct kvfs_block_header {
     uint32_t sums_offset; /* page checksums: 104 */
     uint32_t leaves_offset;
     uint32_t run_pages; /* pages from this header to the next header in this segment: header and the data behind it */
-    /* For eviction; all zero: not known. */
-    uint64_t parent;       /* a number of the block before this one in its chain */
-    uint64_t parent_check; /* xxh3-64, seeded, of (parent, key_low): it was meant for this block */
-    int64_t keep_until_ns; /* since 1970: not to be evicted before, as far as there is room */
+    /* For eviction. Nothing sets them yet: all are written as zero, which says that nothing is known. */
+    uint64_t parent;       /* inode number of the block before this one in its chain */
+    uint64_t parent_check; /* xxh3-64, seeded, of (parent, key_low, key_high): it was meant for this block; 0 if parent is 0 */
+    int64_t keep_until_ns; /* since 1970: not to be evicted before */
 };
 static_assert(sizeof(struct kvfs_block_header) == 104, "format");
 

@@ -60,7 +60,7 @@ static void compare(const struct kvfs_leaf_functions *fast, const unsigned char 
     uint64_t *expected = malloc(leaves * 8 + 8), *got = malloc(leaves * 8 + 8);
 
     CHECK(expected && got);
-    got[leaves] = expected[leaves] = 0xabcdef01;
+    got[leaves] = expected[leaves] = 0x0123456789abcdefull;
     kvfs_leaf_checksums_reference(data, size, secret, expected);
     fast->checksums(data, size, secret, got);
     for (uint64_t i = 0; i <= leaves; i++)
@@ -68,9 +68,9 @@ static void compare(const struct kvfs_leaf_functions *fast, const unsigned char 
     CHECK(fast->checksum(data, size, secret) == XXH3_64bits_withSeed(data, size, secret));
     CHECK(fast->verify(data, size, secret, expected) == 0);
     for (uint64_t i = 0; i < leaves; i++) {
-        expected[i] ^= 1u << (i % 32);
+        expected[i] ^= 1ull << (i * 37 % 64);
         CHECK_SAY(fast->verify(data, size, secret, expected) == i + 1, "leaf %lu of size %lu", i, size);
-        expected[i] ^= 1u << (i % 32);
+        expected[i] ^= 1ull << (i * 37 % 64);
     }
     free(expected);
     free(got);

@@ -212,19 +212,18 @@ static void test_a_batch_of_vectors(void) {
     daemon_stop(false);
 }
 
-/* 64 KiB out of each of 20 blocks of 1 MiB: their 16 leaves and the header's page, and nothing else. */
-static void test_ranges_cost_their_leaves(void) {
-    enum { COUNT = 20, LAYER = 65536 };
-    static const uint64_t size = 1 << 20;
-    pool_new(131072);
-    struct kvfs_client *client = connect_with((struct kvfs_options){.timeout_ms = 30000, .depth = 32});
-    struct batch *b = put_batch(client, 0, COUNT, &size, 1, 1);
-    CHECK(kvfs_header_pages(size, 256, 512, 4) == 1);
+enum { LAYER = 65536 };
+
+/* 64 KiB out of each of 20 blocks: their 16 leaves and the header's one or two pages, and nothing else. */
+static void layers_cost_their_leaves(struct kvfs_client *client, uint64_t size, uint32_t header_pages) {
+    enum { COUNT = 20 };
+    struct batch *b = put_batch(client, 0, COUNT, &size, 1, header_pages);
+    CHECK(kvfs_header_pages(size, 256, 512, 4) == header_pages);
     struct kvfs_buffer *pieces = calloc(COUNT, sizeof(*pieces));
     struct kvfs_vector *vectors = calloc(COUNT, sizeof(*vectors));
     uint8_t *memory = pages_get(COUNT * (LAYER / PAGE + 1));
     for (uint32_t round = 0; round < 5; round++) {
-        static const uint64_t offsets[] = {0, 7 * LAYER, size - LAYER, 3 * LAYER + 1, 11 * LAYER + 4000};
+        const uint64_t offsets[] = {0, 7 * LAYER, size - LAYER, 3 * LAYER + 1, 11 * LAYER + 4000};
         uint64_t leaves = LAYER / PAGE + (offsets[round] % PAGE != 0), before = device_bytes(client);
         for (uint32_t i = 0; i < COUNT; i++) {
             pieces[i] = (struct kvfs_buffer){memory + i * (LAYER + PAGE), LAYER};
@@ -233,15 +232,24 @@ static void test_ranges_cost_their_leaves(void) {
         CHECK_SAY(kvfs_get_ranges(client, &b->keys, vectors, b->results) == COUNT, "%s", kvfs_error());
         for (uint32_t i = 0; i < COUNT; i++)
             CHECK(b->results[i] == LAYER && memcmp(pieces[i].data, (uint8_t *)b->buffers[i].data + offsets[round], LAYER) == 0);
-        CHECK_SAY(device_bytes(client) - before == COUNT * (leaves + 1) * PAGE, "%llu bytes", (unsigned long long)(device_bytes(client) - before));
+        CHECK_SAY(device_bytes(client) - before == COUNT * (leaves + header_pages) * PAGE, "%llu bytes",
+                  (unsigned long long)(device_bytes(client) - before));
     }
     free(memory);
     free(vectors);
     free(pieces);
     batch_free(b);
+}
+
+static void test_ranges_cost_their_leaves(void) {
+    pool_new(131072);
+    struct kvfs_client *client = connect_with((struct kvfs_options){.timeout_ms = 30000, .depth = 32});
+    struct batch *b;
+    layers_cost_their_leaves(client, 1 << 20, 1);
+    layers_cost_their_leaves(client, 2 << 20, 2);
     /* Of a header of many pages only those that the leaves need, also where the first page has to be read to know them. */
     static const uint64_t large = 9 << 20;
-    memory = pages_get(40);
+    uint8_t *memory = pages_get(40);
     for (uint32_t i = 0; i < 6; i++) {
         layout(i % 3 + 1, false, i < 3 ? 0 : i == 3 ? 3 : 700);
         b = put_batch(client, 100, 1, &large, 1, i);

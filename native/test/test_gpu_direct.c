@@ -107,7 +107,8 @@ static void test_the_kernel_is_the_cpus_checksum(void) {
             kvfs_leaf_sums(lanes, pages, keys, round * 0x123456789abcdefull, (gpu_u64 *)(void *)sums);
         kvfs_leaf_checksums(data, pages * PAGE, secret, expected);
         for (uint32_t i = 0; i < PAGES; i++)
-            CHECK_SAY(sums[i] == (i < pages ? expected[i] ^ (round * 0x123456789abcdefull) : 0x7777777777777777ull), "round %u, page %u of %u", round, i, pages);
+            CHECK_SAY(sums[i] == (i < pages ? expected[i] ^ (round * 0x123456789abcdefull) : 0x7777777777777777ull), "round %u, page %u of %u", round,
+                      i, pages);
     }
     free(lanes);
     free(data);

@@ -111,6 +111,7 @@ HEADERS: dict[str, tuple[int, str, *tuple[int, ...]]] = {
     "generation 2**64 - 1": (24, "<Q", U64),
     "generation of another mount": (24, "<Q", (9 << 40) + 1),
     "owner of a mount that has not been": (32, "<Q", 9),
+    "slot 4096": (84, "<I", 4096),
 }
 
 
@@ -215,10 +216,20 @@ RECORDS: dict[str, tuple[int, str, int]] = {
     "never sealed": (5, "<B", 0),
     "mode of a directory": (92 - 4, "<I", 0o040755),
     "a zero in its name": (128, "<B", 0),
+    "a name that the key is not of": (128, "<B", ord("!")),
+    "another directory than the key's": (16, "<Q", EPOCH),
+}
+# Of the header itself.
+BLOCK_FIELDS: dict[str, tuple[int, str, int]] = {
+    "another key": (24, "<Q", 1),
+    "a parent that no node can be": (80, "<Q", U64),
+    "a parent without its check": (80, "<Q", 77),
+    "a check without a parent": (88, "<Q", 77),
+    "a time before 1970": (96, "<q", -1),
 }
 
 
-@pytest.mark.parametrize("what", list(RECORDS))
+@pytest.mark.parametrize("what", [*RECORDS, *BLOCK_FIELDS])
 def test_a_block_header_that_cannot_be_costs_its_block_alone(copy: Callable[[str], Path], what: str) -> None:
     pool = copy("killed")
     image = Image(pool)
@@ -226,8 +237,8 @@ def test_a_block_header_that_cannot_be_costs_its_block_alone(copy: Callable[[str
     assert block.header_pages == 1
     page = image.read(block.segment, block.page)
     (record_offset,) = struct.unpack_from("<I", page, 56)
-    offset, layout, value = RECORDS[what]
-    page = changed(page, record_offset + offset, layout, value)
+    offset, layout, value = RECORDS[what] if what in RECORDS else BLOCK_FIELDS[what]
+    page = changed(page, offset + (record_offset if what in RECORDS else 0), layout, value)
     image.write(block.segment, block.page, summed(image.config.secret, page))
     # Without index and summaries the headers are all that there is.
     lose_index(pool)

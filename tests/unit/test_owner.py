@@ -70,7 +70,7 @@ def test_a_beat_lies_where_the_format_says_and_is_read_back() -> None:
     page = pack_beat(SECRET, POOL, DEVICE, beat)
     assert len(page) == PAGE_SIZE and page[:8] == b"KVFSBEAT"
     version, flags, checksum, number, written, epoch = struct.unpack_from("<IIQQqQ", page, 8)
-    assert (version, flags, number, written, epoch) == (1, BEAT_ENDING, 42, -9, 5)
+    assert (version, flags, number, written, epoch) == (2, BEAT_ENDING, 42, -9, 5)
     assert checksum == xxhash.xxh3_64_intdigest(page[:16] + bytes(8) + page[24:], SECRET)
     assert page[48:64] == POOL.bytes and page[64:80] == DEVICE.bytes and page[80:96] == beat.owner.bytes
     assert page[96:112] == beat.machine and page[112:128] == beat.boot

@@ -49,7 +49,7 @@ struct wire_frame {
 static_assert(sizeof(struct wire_frame) == 16, "wire");
 
 /* The first bytes of a connection, no frame before them. Answered by a HELLO frame, or one with a status and a message. -EPROTO: the daemon does
- * not speak this version; the client connects once more and tries the one before. The version of a welcome is that of its hello. */
+ * not speak this version; the client connects once more for each older one that it speaks. The version of a welcome is that of its hello. */
 struct wire_hello {
     uint8_t magic[8];    /* "KVFSCLI1" */
     uint32_t version;    /* KVFS_WIRE_OLDEST to KVFS_WIRE_VERSION */

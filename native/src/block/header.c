@@ -155,8 +155,8 @@ static int head_check(const struct geometry *geometry, const uint8_t *header, ui
     memcpy(&h, header, sizeof(h));
     if (h.magic != KVFS_MAGIC_BLOCK || h.version != KVFS_FORMAT_VERSION || h.header_pages != pages || pages == 0 || h.sums_offset != sizeof(h) ||
         h.sums_offset + 8ull * (pages - 1) > h.record_offset || h.record_offset % 8 ||
-        (uint64_t)h.record_offset + sizeof(struct kvfs_inode_record) > size || h.leaves_offset % 8 || h.leaves_offset + LEAF_SUM * h.leaf_count > size ||
-        h.ancestors_offset % 8 || (uint64_t)h.ancestors_offset + h.ancestors_size > size)
+        (uint64_t)h.record_offset + sizeof(struct kvfs_inode_record) > size || h.leaves_offset % 8 ||
+        h.leaves_offset + LEAF_SUM * h.leaf_count > size || h.ancestors_offset % 8 || (uint64_t)h.ancestors_offset + h.ancestors_size > size)
         return -EBADMSG;
     uint8_t first[KVFS_PAGE_SIZE];
     memcpy(first, header, PAGE);
@@ -196,6 +196,24 @@ int header_check(const struct geometry *geometry, const uint8_t *header, uint32_
         if (!page_right(geometry, header, i))
             error = -EBADMSG;
     return error == 0 ? record_check(header, out, record) : error;
+}
+
+uint64_t header_parent_check(const struct geometry *geometry, uint64_t parent, uint64_t key_low, uint64_t key_high) {
+    const uint64_t words[] = {parent, key_low, key_high};
+    return parent ? kvfs_checksum(words, sizeof(words), geometry->secret) : 0;
+}
+
+bool header_sound(const struct geometry *geometry, const uint8_t *header, const struct kvfs_block_header *h, const struct kvfs_inode_record *r) {
+    uint64_t low, high;
+    kvfs_name_key(r->parent, (const char *)header + h->record_offset + sizeof(*r), r->name_size, geometry->secret, &low, &high);
+    return low == h->key_low && high == h->key_high && h->keep_until_ns >= 0 && h->parent >> KVFS_COUNTER_BITS <= KVFS_EPOCH_MAX &&
+           h->parent_check == header_parent_check(geometry, h->parent, low, high);
+}
+
+bool header_has_key(const struct desc *desc, uint64_t key_low, uint64_t key_high) {
+    struct kvfs_block_header h;
+    memcpy(&h, desc->header, sizeof(h));
+    return h.key_low == key_low && h.key_high == key_high;
 }
 
 void record_from_inode(const struct kvfs_inode_record *from, struct kvfs_record *to) {
@@ -249,7 +267,9 @@ static int desc_fill(const struct geometry *geometry, struct desc *desc, const s
         desc->extent_count = r->extent_count;
     }
     /* Reads go by this record: no extent may lead out of its segment, and no page may be read twice. Its numbers may be another node's. */
-    return records_sound(geometry, KVFS_EPOCH_MAX, desc->header + h->record_offset, r->record_size) ? 0 : -EBADMSG;
+    return header_sound(geometry, desc->header, h, r) && records_sound(geometry, KVFS_EPOCH_MAX, desc->header + h->record_offset, r->record_size)
+               ? 0
+               : -EBADMSG;
 }
 
 int desc_verify(const struct geometry *geometry, struct desc *desc, const struct kvfs_record *want) {

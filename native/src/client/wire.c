@@ -278,8 +278,7 @@ int wire_ask(struct kvfs_client *client, struct connection *connection, uint16_t
 void wire_notify(struct connection *connection, uint16_t type, const void *payload, uint32_t size) {
     uint8_t data[sizeof(struct wire_frame) + 8 * 512];
     struct wire_frame frame = {.size = size, .type = type};
-    if (size > sizeof(data) - sizeof(frame) || connection->gone ||
-        pthread_mutex_trylock(&connection->send_lock) != 0)
+    if (size > sizeof(data) - sizeof(frame) || connection->gone || pthread_mutex_trylock(&connection->send_lock) != 0)
         return;
     memcpy(data, &frame, sizeof(frame));
     memcpy(data + sizeof(frame), payload, size);

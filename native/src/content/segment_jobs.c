@@ -254,7 +254,8 @@ static int scan(struct kvfs_plane *plane, struct ring *ring, struct store_job *j
         if (header_check(&plane->array.geometry, data, h.header_pages, &h, &record) < 0 || record.generation != job->generation ||
             record.segment != job->segment || record.page != page)
             break;
-        if (!records_sound(&plane->array.geometry, job->epoch_max, data + h.record_offset, record.record_size) ||
+        if (!header_sound(&plane->array.geometry, data, &h, &record) ||
+            !records_sound(&plane->array.geometry, job->epoch_max, data + h.record_offset, record.record_size) ||
             !records_sound(&plane->array.geometry, job->epoch_max, data + h.ancestors_offset, h.ancestors_size)) {
             result->impossible++; /* one block is lost, not those after it: the header says where they begin */
             page += h.run_pages;
