@@ -109,8 +109,9 @@ int kvfs_pod_fd(const struct kvfs_pod *pod); /* owned by the map; safe to pass r
 int kvfs_pod_attach(int fd, uint64_t secret, struct kvfs_pod **out);
 void kvfs_pod_detach(struct kvfs_pod *pod); /* an attached one, or NULL */
 
-/* 0, -ENOENT, or -EAGAIN: a bounded number of retries was not enough, so ask again. Any thread, any process; never blocks. An entry that stays is never
- * missed, whatever the writer does beside it. What is found is a place to look at, to be proved by what is read there. */
+/* 0, -ENOENT, or -EAGAIN: a bounded number of retries was not enough, so ask again. Any thread, any process; never blocks. An entry that stays is
+ * never missed, whatever the writer does beside it. The result is a place to look at, to be proved by what is read there. *out counts
+ * with 0 alone. */
 int kvfs_pod_find(const struct kvfs_pod *pod, uint64_t key_low, uint64_t key_high, struct kvfs_pod_found *out);
 int kvfs_pod_find_name(const struct kvfs_pod *pod, uint64_t parent, const char *name, uint32_t name_size, struct kvfs_pod_found *out);
 /* Until then (CLOCK_MONOTONIC, ns) entries of this segment are not found: its device fails for a reason that stays. 0 ends it. Any thread. In a
@@ -121,8 +122,8 @@ uint32_t kvfs_pod_owner(const struct kvfs_pod *pod, uint32_t segment);
 
 /* ---- single records: any thread of the daemon; each takes the mutex for under a microsecond ---- */
 
-/* 0: applied, or known already. -ESTALE: an entry, a `gone` or the segment has something newer. -EPERM: the segment is of another slot than entry->slot,
- * or of this node. -EINVAL: place or shape cannot be. -ENOSPC: no room. -EAGAIN: its segment waits for the sweep. */
+/* 0: applied, or known already. -ESTALE: an entry, a `gone` or the segment has something newer. -EPERM: the segment is of another slot than
+ * entry->slot, or of this node. -EINVAL: place or shape cannot be. -ENOSPC: no room. -EAGAIN: its segment waits for the sweep. */
 int kvfs_pod_put(struct kvfs_pod *pod, const struct kvfs_pod_entry *entry);
 /* `gone`: 0, or -ESTALE if the entry has a higher version. Also for a name of this node that hides an entry: first change the block table, then
  * call this with the name's version. */
@@ -243,8 +244,8 @@ struct kvfs_pod_applied {
 /* Check a batch, and copy out its head. 0; -EBADMSG: magic, sizes or checksum; -EPROTONOSUPPORT: version of a newer kvfs. Any thread. */
 int kvfs_pod_batch_check(const void *batch, uint64_t size, uint64_t secret, struct kvfs_pod_batch *out);
 /* Check a batch and apply it. conflicts and hits have room for KVFS_POD_BATCH_RECORDS_MAX each. table may be NULL: no conflicts and no hits.
- * Besides errors of the check: -EPERM: it is not of expected_slot; -EINVAL: expected_slot is this node's, or not below nodes. After an error nothing has
- * been applied. Numbers are the caller's to check, by kvfs_pod_batch_check(): batches twice are harmless, gaps are not noticed here.
+ * Besides errors of the check: -EPERM: it is not of expected_slot; -EINVAL: expected_slot is this node's, or not below nodes; -ENOMEM. After an error
+ * nothing has been applied. Numbers are the caller's to check, by kvfs_pod_batch_check(): batches twice are harmless, gaps are not noticed here.
  * Any thread of the daemon; takes the mutex for some 32 records at a time. The map is changed first, then the table is asked. So whoever changes the
  * table first, and then calls kvfs_pod_remove() with its version, is never hidden nor resurrected by an older record. */
 int kvfs_pod_apply(struct kvfs_pod *pod, uint32_t expected_slot, const void *batch, uint64_t size, const struct kvfs_table *table,
@@ -320,6 +321,10 @@ void kvfs_news_life(struct kvfs_news *news, uint32_t segment, uint64_t generatio
 /* Pack what is due at now_ns into one batch. Returns its size, 0: nothing is due, or -ENOSPC: capacity is below KVFS_POD_BATCH_SIZE_MAX.
  * Call again until 0; then wait until next_due_ns or for the eventfd. One thread at a time. */
 int64_t kvfs_news_take(struct kvfs_news *news, uint64_t now_ns, void *out, uint64_t capacity, struct kvfs_news_taken *taken);
+/* Pack a batch of what the table has, as `here` and `directory here`: an owner repeats everything. *slot is 0 to begin with, and belongs to the
+ * repeat. Returns as take does; 0: that was all. What changes meanwhile is in the queue, so take from it afterwards or in between. Without KEYED. */
+int64_t kvfs_news_repeat(struct kvfs_news *news, const struct kvfs_table *table, uint64_t *slot, void *out, uint64_t capacity,
+                         struct kvfs_news_taken *taken);
 /* All that was added before this call, hidden names aside, is due now. Any thread; wakes the eventfd. */
 void kvfs_news_flush(struct kvfs_news *news);
 void kvfs_news_statistics(struct kvfs_news *news, struct kvfs_news_statistics *out);

@@ -76,6 +76,9 @@ void kvfs_table_detach(struct kvfs_table *table);                        /* an a
 int kvfs_table_find_name(const struct kvfs_table *table, uint64_t parent, const char *name, uint32_t name_size, struct kvfs_record *out);
 /* By kvfs_name_key() of parent and name; low is 1 where both halves are zero. */
 int kvfs_table_find_key(const struct kvfs_table *table, uint64_t key_low, uint64_t key_high, struct kvfs_record *out);
+/* The next record that has a name, with the name's key. *slot is 0 to begin with, and belongs to the scan. 1, or 0: there are no more. A record that
+ * is renamed meanwhile may be missed or met twice. */
+int kvfs_table_scan(const struct kvfs_table *table, uint64_t *slot, struct kvfs_record *out, uint64_t *key_low, uint64_t *key_high);
 int kvfs_table_find_inode(const struct kvfs_table *table, uint64_t inode, struct kvfs_record *out);
 /* 0: no file of this inode number is being written; a record looked up after that is up to date. 1: perhaps. */
 int kvfs_table_is_written(const struct kvfs_table *table, uint64_t inode);

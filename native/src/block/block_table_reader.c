@@ -4,12 +4,14 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 
 #define READ_ATTEMPTS 64
+#define SCAN_ATTEMPTS 10000
 /* Keyed hashes put fewer than 40 entries in a bucket: a longer chain is a torn one. */
 #define CHAIN_MAX 64
 
@@ -198,6 +200,32 @@ int kvfs_table_find_key(const struct kvfs_table *table, uint64_t key_low, uint64
     struct key key = {.hash = key_low, .words = {key_low, key_high}, .by_name = true};
 
     return key_low | key_high ? find(table, &table->names, &key, out) : -ENOENT;
+}
+
+int kvfs_table_scan(const struct kvfs_table *table, uint64_t *slot, struct kvfs_record *out, uint64_t *key_low, uint64_t *key_high) {
+    uint32_t fresh = get_acquire(&table->header->slots_fresh);
+
+    if (fresh > table->slots_max + 1)
+        fresh = table->slots_max + 1;
+    for (uint64_t number = *slot + 1; number < fresh; number++) {
+        struct packed packed = {.links_kind = 0};
+        bool whole = false;
+
+        /* The writer may sleep inside a write; one that is dead must not hold us. */
+        for (int attempt = 0; attempt < SCAN_ATTEMPTS && !whole; attempt++) {
+            if (attempt >= READ_ATTEMPTS)
+                sched_yield();
+            whole = slot_read(&table->slots[number], &packed);
+        }
+        *slot = number;
+        if (!whole || !(packed.links_kind & 3) || !(packed.words[KEY_LOW] | packed.words[KEY_HIGH]))
+            continue;
+        unpack(&packed, (uint32_t)number, out);
+        *key_low = packed.words[KEY_LOW];
+        *key_high = packed.words[KEY_HIGH];
+        return 1;
+    }
+    return 0;
 }
 
 int kvfs_table_find_inode(const struct kvfs_table *table, uint64_t inode, struct kvfs_record *out) {

@@ -29,6 +29,9 @@ static struct pod_slot find_free(const struct kvfs_pod *pod, uint64_t bucket) {
     for (int i = 0; i < POD_ENTRIES; i++)
         if (!get(&pod->buckets[bucket].entries[i].fingerprint))
             return (struct pod_slot){.bucket = bucket, .index = i};
+    /* Without this a search in a full map of live entries takes twice as long. */
+    if (!pod->writer->count.dead && !pod->writer->count.gone)
+        return best;
     for (int i = 0; i < POD_ENTRIES; i++) {
         struct pod_slot slot = {.bucket = bucket, .index = i};
         struct pod_value value;

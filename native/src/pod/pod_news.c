@@ -1,10 +1,11 @@
 /* The news of this node, until they are published: a bounded queue from the steps that change the block table to the one thread that publishes.
  *
- * A step copies an item into a ring, under a mutex of producers: some tens of ns. The publishing thread moves items from the ring into its own memory,
- * where they are held until they are due: found by key, so that a later item of a key takes the earlier one's place, and ordered by a heap.
+ * A step copies an item into a ring, under a mutex of producers: 40 ns. The publishing thread moves items from the ring into its own memory, where
+ * they are held until they are due. Chains find them by key, so that a later item of a key takes the earlier one's place; a heap orders them.
  *
- * The eventfd is written when something is due earlier than the thread will look again (wake_at), or when a whole batch has come. While the thread is
- * awake wake_at is 0. A producer publishes its item, then reads wake_at; the thread writes wake_at, then looks at the ring: one of them sees the other.
+ * The eventfd is written when something is due earlier than the thread will look again (wake_at), or when a whole batch has come. While the
+ * thread is awake wake_at is 0. A producer publishes its item, then reads wake_at. The thread writes wake_at, then looks at the ring. So one of them
+ * sees the other.
  */
 #include "pod/pod_layout.h"
 
@@ -275,6 +276,24 @@ static bool drain(struct kvfs_news *news) {
 
 /* ---- packing ---- */
 
+/* The most that one item adds. */
+#define ITEM_SIZE_MAX (sizeof(struct kvfs_pod_batch_record) + sizeof(struct kvfs_pod_batch_shape) + sizeof(struct kvfs_pod_batch_segment))
+
+static void pack_begin(struct packing *packing) {
+    packing->segment_count = packing->shape_count = packing->record_count = 0;
+    memset(packing->segment_index, 0, sizeof(packing->segment_index));
+    memset(packing->shape_index, 0, sizeof(packing->shape_index));
+}
+
+static uint64_t size_of(const struct packing *packing) {
+    return sizeof(struct kvfs_pod_batch) + packing->segment_count * sizeof(packing->segments[0]) + packing->shape_count * sizeof(packing->shapes[0]) +
+           packing->record_count * sizeof(packing->records[0]);
+}
+
+static bool has_room(const struct packing *packing) {
+    return size_of(packing) + ITEM_SIZE_MAX <= KVFS_POD_BATCH_SIZE_MAX && packing->record_count < KVFS_POD_BATCH_RECORDS_MAX;
+}
+
 static uint16_t pack_segment(struct packing *packing, uint32_t segment, uint64_t generation, uint32_t flags) {
     uint64_t at = pod_mix(segment ^ generation << 24);
     struct kvfs_pod_batch_segment *place;
@@ -324,11 +343,6 @@ static void pack_item(struct packing *packing, const struct kvfs_news_item *item
     packing->records[packing->record_count++] = record;
 }
 
-static uint64_t size_of(const struct packing *packing) {
-    return sizeof(struct kvfs_pod_batch) + packing->segment_count * sizeof(packing->segments[0]) + packing->shape_count * sizeof(packing->shapes[0]) +
-           packing->record_count * sizeof(packing->records[0]);
-}
-
 static void append(uint8_t **at, const void *from, uint64_t size) {
     copy_bytes(*at, from, size);
     *at += size;
@@ -361,9 +375,6 @@ static int64_t write_batch(struct kvfs_news *news, const struct packing *packing
     return head.size;
 }
 
-/* The most that one item adds. */
-#define ITEM_SIZE_MAX (sizeof(struct kvfs_pod_batch_record) + sizeof(struct kvfs_pod_batch_shape) + sizeof(struct kvfs_pod_batch_segment))
-
 static bool is_due(const struct kvfs_news *news, uint64_t now, bool full) { return news->count && (full || news->held[news->heap[0]].due_ns <= now); }
 
 /* What is due goes, in order. Where there is no room in the queue, a whole batch goes, due or not. */
@@ -373,14 +384,12 @@ static int64_t pack(struct kvfs_news *news, uint64_t now, bool full, void *out, 
 
     if (!is_due(news, now, full))
         return 0;
-    packing->segment_count = packing->shape_count = packing->record_count = 0;
-    memset(packing->segment_index, 0, sizeof(packing->segment_index));
-    memset(packing->shape_index, 0, sizeof(packing->shape_index));
+    pack_begin(packing);
     while (is_due(news, now, full)) {
         uint32_t number = news->heap[0];
         const struct kvfs_news_item *item = &news->held[number].item;
 
-        if (size_of(packing) + ITEM_SIZE_MAX > KVFS_POD_BATCH_SIZE_MAX || packing->record_count == KVFS_POD_BATCH_RECORDS_MAX)
+        if (!has_room(packing))
             break;
         pack_item(packing, item);
         if (has_key(item) && item->kind != KVFS_POD_HIT && item->version > taken->version_max)
@@ -422,6 +431,59 @@ int64_t kvfs_news_take(struct kvfs_news *news, uint64_t now, void *out, uint64_t
     taken->lost = lost - news->lost_told;
     news->lost_told = lost;
     news->number += taken->lost; /* a gap: the others read flash */
+    pthread_mutex_unlock(&news->consumer);
+    return size;
+}
+
+/* ---- all that the table has ---- */
+
+/* False: others need not know of it. */
+static bool item_from(const struct kvfs_record *record, struct kvfs_news_item *item) {
+    item->version = record->version;
+    item->mode = record->mode;
+    item->uid = record->uid;
+    item->gid = record->gid;
+    if (record->kind == KVFS_KIND_DIRECTORY) {
+        item->kind = KVFS_POD_DIRECTORY_HERE;
+        return true;
+    }
+    item->kind = KVFS_POD_HERE;
+    item->generation = record->generation;
+    item->size = record->size;
+    item->segment = record->segment;
+    item->page = record->page;
+    item->header_pages = record->header_pages;
+    return record->kind == KVFS_KIND_FILE && record->flags & KVFS_INODE_SEALED;
+}
+
+int64_t kvfs_news_repeat(struct kvfs_news *news, const struct kvfs_table *table, uint64_t *slot, void *out, uint64_t capacity,
+                         struct kvfs_news_taken *taken) {
+    struct packing *packing = news->packing;
+    struct kvfs_record record;
+    int64_t size = 0;
+
+    memset(taken, 0, sizeof(*taken));
+    if (capacity < KVFS_POD_BATCH_SIZE_MAX)
+        return -ENOSPC;
+    pthread_mutex_lock(&news->consumer);
+    pack_begin(packing);
+    while (has_room(packing)) {
+        struct kvfs_news_item item = {.kind = 0};
+
+        if (!kvfs_table_scan(table, slot, &record, &item.key_low, &item.key_high))
+            break;
+        if (!item_from(&record, &item))
+            continue;
+        pack_item(packing, &item);
+        if (item.version > taken->version_max)
+            taken->version_max = item.version;
+    }
+    if (packing->record_count) {
+        taken->number = news->number;
+        taken->record_count = packing->record_count;
+        size = write_batch(news, packing, out);
+    }
+    taken->next_due_ns = news->count ? news->held[news->heap[0]].due_ns : UINT64_MAX;
     pthread_mutex_unlock(&news->consumer);
     return size;
 }
