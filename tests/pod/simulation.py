@@ -172,6 +172,7 @@ class Plane:
         self.node.world.ledger[(self.open, life.generation, page)] = name
         held = self.node.world.random.choice((0.0, 0.0, 0.02, 0.3))
         self.queue.append((now + held, HERE, name, version, place))
+        self.node.wake()
 
     def _next_segment(self) -> Life:
         segments = sorted(self.flash.segments)
@@ -208,6 +209,7 @@ class Plane:
     def _tell_gone(self, name: int, version: int, now: float) -> None:
         self.queue = [told for told in self.queue if told[1] != HERE or told[2] != name]
         self.queue.append((now, GONE, name, version, None))
+        self.node.wake()
 
     def look(self, name: int) -> Place | None:
         place = self.table.get(name)
@@ -272,7 +274,14 @@ class Plane:
 
     def wait(self, timeout_s: float) -> None: ...
 
-    def wake(self) -> None: ...
+    def wake(self) -> None:
+        self.node.wake()
+
+    def due_s(self) -> float:
+        """In how many seconds something of the queue is due."""
+        if self.ended:
+            return 0.0
+        return min((told[0] for told in self.queue), default=float("inf")) - self.node.world.now
 
     # -- Sink --
 
@@ -417,6 +426,9 @@ class Node:
         self.plane: Plane | None = None
         self.inner: list[MemoryEngine] = []
         self.life = 0
+        self.appending: list[Engine] = []
+        self.woken: list[bool] = []
+        self.turns: list[int] = []  # of each link: the number of its next turn
         self.steps_left = -1  # a node in danger dies at a step
 
     def start(self) -> None:
@@ -433,10 +445,12 @@ class Node:
             identity, names, plane, plane, plane, world.now, limits=world.limits, dice=world.random.random
         )  # fmt: skip
         self.inner = [server.engine(self.slot) for server in world.servers]
+        self.appending = [CrashingEngine(self, inner) for inner in self.inner]
+        self.woken, self.turns = [False] * len(self.inner), [0] * len(self.inner)
         for index, inner in enumerate(self.inner):
-            engines = [CrashingEngine(self, inner), CrashingEngine(self, inner)]
-            world.after(self, world.random.random() * 0.05, lambda i=index, e=engines[0]: self._append(i, e))
-            world.after(self, world.random.random() * 0.05, lambda i=index, e=engines[1]: self._read(i, e))
+            engine = CrashingEngine(self, inner)
+            world.after(self, world.random.random() * 0.05, lambda i=index, e=engine: self._read(i, e))
+        self.wake()
         world.after(self, world.random.random() * COMMIT_S, self._commit)
 
     def step(self) -> None:
@@ -450,25 +464,38 @@ class Node:
         self.life += 1
         self.flash.crash()
 
-    def _append(self, index: int, engine: Engine) -> None:
-        member, world = self.member, self.world
-        assert member is not None
+    def wake(self) -> None:
+        """All threads that append take a turn soon."""
+        for index in range(len(self.inner)):
+            if not self.woken[index]:
+                self.woken[index] = True
+                self._append_after(index, 0.0)
+
+    def _append_after(self, index: int, delay_s: float) -> None:
+        self.turns[index] += 1
+        turn = self.turns[index]
+        self.world.after(self, delay_s + self.world.random.random() * 0.04, lambda: self._append(index, turn))
+
+    def _append(self, index: int, turn: int) -> None:
+        member, plane, world = self.member, self.plane, self.world
+        if turn != self.turns[index]:
+            return  # it was woken before
+        assert member is not None and plane is not None
+        self.woken[index] = False
         wait_s = 0.0
         for _ in range(world.random.randint(1, 4)):
-            wait_s = member.append_turn(index, engine, world.now, world.wall())
+            wait_s = member.append_turn(index, self.appending[index], world.now, world.wall())
             if wait_s > 0:
                 break
-        world.after(
-            self, 0.01 + world.random.random() * min(0.06, max(0.02, wait_s)), lambda: self._append(index, engine)
-        )
+        if not self.woken[index]:
+            self._append_after(index, max(0.01, min(wait_s, plane.due_s())))
 
     def _read(self, index: int, engine: Engine) -> None:
         member, world = self.member, self.world
         assert member is not None
         wait_s = member.read_turn(index, engine, world.now, 1.0, lambda: world.now, world.wall)
-        world.after(
-            self, 0.01 + world.random.random() * min(0.08, max(0.03, wait_s)), lambda: self._read(index, engine)
-        )
+        delay_s = 0.01 + world.random.random() * min(0.08, max(0.03, wait_s))
+        world.after(self, delay_s, lambda: self._read(index, engine))
 
     def _commit(self) -> None:
         self.flash.commit()
