@@ -23,19 +23,17 @@ from pathlib import Path
 
 import trio
 
+from kvfs.bench.segments import SEGMENTS_MIN, Segments
 from kvfs.bench.traces import SHAPES, Trace, invent, load
 from kvfs.errors import KvfsError, UsageError
 from kvfs.pool.geometry import LABEL_SIZE, STRIPE_UNIT_MIN, ZONES_OFFSET, Geometry
 from kvfs.pool.making import FormatRequest, format_devices
 from kvfs.record import Inode, Kind
-from kvfs.store.eviction import TICKS_PER_POOL, Contents, CopyBudget, LeastLoss, Use
 from kvfs.store.opening import StoreOptions
 from kvfs.store.store import Store
 from kvfs.types import PAGE_SIZE, ROOT_INODE
 
 _JSON_VERSION = 1
-# Left free for copies when a segment is opened for writers: the pool's reserve, less the one that it opens ahead.
-_SPARE = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,84 +184,13 @@ def reference(name: str, trace: Trace, capacity: int) -> Result:
 # ---- the pool's policy ----
 
 
-class _Segments:
-    """A pool without devices: blocks in segments, the policy, and the evictor's budget."""
-
-    def __init__(self, capacity: int, segments: int) -> None:
-        self.area = capacity // segments
-        self.count = capacity // self.area  # as many as fit: with few blocks in each, more than were asked for
-        self.free = self.count
-        self.policy = LeastLoss()
-        self.uses: dict[int, Use] = {}
-        self.stored = self.copied = 0
-        self._budget = CopyBudget(self.count * self.area, self.area)
-        self._tick_blocks = capacity / TICKS_PER_POOL
-        self._of: dict[int, int] = {}
-        self._blocks: dict[int, dict[int, None]] = {}
-        self._open = [0, 0]  # the writers' segment, and that of copies
-        self._room = [0, 0]
-        self._closed: dict[int, None] = {}
-        self._last = 0
-
-    @property
-    def tick(self) -> int:
-        return int((self.stored + self.copied) / self._tick_blocks)
-
-    def open(self, block: int) -> None:
-        self.uses[block] = self.tick, min(255, self.uses[block][1] + 1)
-
-    def store(self, block: int) -> None:
-        if not self._room[0]:
-            while self.free <= _SPARE and self._closed:
-                self._evict()
-        self._append(0, block)
-        self.stored += 1
-        self.uses[block] = self.tick, 0
-
-    def _append(self, stream: int, block: int) -> None:
-        if not self._room[stream]:
-            if self._open[stream]:
-                self._closed[self._open[stream]] = None
-            self._last += 1
-            self._open[stream], self._room[stream] = self._last, self.area
-            self._blocks[self._last] = {}
-            self.free -= 1
-            assert self.free >= 0
-        self._room[stream] -= 1
-        self._blocks[self._open[stream]][block] = None
-        self._of[block] = self._open[stream]
-
-    def _contents(self, segment: int) -> Contents:
-        blocks = self._blocks[segment]
-        return Contents([self.uses[block] for block in blocks], len(blocks) / self.area)
-
-    def _evict(self) -> None:
-        budget = self._budget.left(self.stored)
-        closed = list(self._closed)
-        (victim,) = self.policy.choose(closed, self._contents, budget / self.area, self.tick)
-        blocks = list(self._blocks[victim])
-        uses = [self.uses[block] for block in blocks]
-        kept = set(self.policy.carry(uses, budget / self.area, self.tick)[: max(0, budget)])
-        lost = [use for i, use in enumerate(uses) if i not in kept]
-        self.policy.gone(victim, Contents(lost, len(lost) / max(1, self.area - len(kept))), self.tick)
-        del self._blocks[victim], self._closed[victim]
-        self._budget.spend(len(kept))
-        for i, block in enumerate(blocks):
-            if i in kept:
-                self._append(1, block)
-                self.copied += 1
-            else:
-                del self.uses[block], self._of[block]
-        self.free += 1
-
-
 def segmented(trace: Trace, capacity: int, segments: int) -> Result:
     """The pool's policy over `segments` segments of `capacity` blocks together. Raises UsageError if those are too
     few."""
-    if segments < 2 * _SPARE + 2 or capacity < segments:
-        raise UsageError(f"{capacity} blocks in {segments} segments: at least {2 * _SPARE + 2}, with a block in each")
+    if segments < SEGMENTS_MIN or capacity < segments:
+        raise UsageError(f"{capacity} blocks in {segments} segments: at least {SEGMENTS_MIN}, with a block in each")
     start = time.monotonic()
-    pool = _Segments(capacity, segments)
+    pool = Segments(capacity, segments)
     hits = 0
     for request in trace:
         prefix = 0
