@@ -24,7 +24,7 @@ from pathlib import Path
 import trio
 
 from kvfs.bench.segments import SEGMENTS_MIN, Segments
-from kvfs.bench.traces import SHAPES, Trace, invent, load
+from kvfs.bench.traces import SHAPES, Prompts, invent, load
 from kvfs.errors import KvfsError, UsageError
 from kvfs.pool.geometry import LABEL_SIZE, STRIPE_UNIT_MIN, ZONES_OFFSET, Geometry
 from kvfs.pool.making import FormatRequest, format_devices
@@ -56,19 +56,19 @@ class Result:
         return self.written / max(1, self.stored)
 
 
-def unique_blocks(trace: Trace) -> int:
-    return len({block for request in trace for block in request})
+def unique_blocks(prompts: Prompts) -> int:
+    return len({block for prompt in prompts for block in prompt})
 
 
 # ---- references: single blocks ----
 
 
-def _play(trace: Trace, holds: Callable[[int], bool], use: Callable[[int, int], None]) -> tuple[int, int]:
+def _play(prompts: Prompts, holds: Callable[[int], bool], use: Callable[[int, int], None]) -> tuple[int, int]:
     """Hits, and blocks stored. use(block, place of this look-up in the trace) makes it present."""
     hits = stored = place = 0
-    for request in trace:
+    for prompt in prompts:
         whole = True
-        for block in request:
+        for block in prompt:
             present = holds(block)
             whole = whole and present
             hits += whole
@@ -78,7 +78,7 @@ def _play(trace: Trace, holds: Callable[[int], bool], use: Callable[[int, int], 
     return hits, stored
 
 
-def fifo(trace: Trace, capacity: int) -> tuple[int, int]:
+def fifo(prompts: Prompts, capacity: int) -> tuple[int, int]:
     cache: OrderedDict[int, None] = OrderedDict()
 
     def use(block: int, place: int) -> None:
@@ -86,10 +86,10 @@ def fifo(trace: Trace, capacity: int) -> tuple[int, int]:
         if len(cache) > capacity:
             cache.popitem(last=False)
 
-    return _play(trace, cache.__contains__, use)
+    return _play(prompts, cache.__contains__, use)
 
 
-def lru(trace: Trace, capacity: int) -> tuple[int, int]:
+def lru(prompts: Prompts, capacity: int) -> tuple[int, int]:
     cache: OrderedDict[int, None] = OrderedDict()
 
     def use(block: int, place: int) -> None:
@@ -98,10 +98,10 @@ def lru(trace: Trace, capacity: int) -> tuple[int, int]:
         if len(cache) > capacity:
             cache.popitem(last=False)
 
-    return _play(trace, cache.__contains__, use)
+    return _play(prompts, cache.__contains__, use)
 
 
-def s3fifo(trace: Trace, capacity: int) -> tuple[int, int]:
+def s3fifo(prompts: Prompts, capacity: int) -> tuple[int, int]:
     """Yang et al., SOSP 2023: a tenth small, the rest main, as many ghosts as main has blocks."""
     small_max = max(1, capacity // 10)
     small: deque[int] = deque()
@@ -144,16 +144,16 @@ def s3fifo(trace: Trace, capacity: int) -> tuple[int, int]:
         else:
             small.append(block)
 
-    return _play(trace, uses.__contains__, use)
+    return _play(prompts, uses.__contains__, use)
 
 
-def belady(trace: Trace, capacity: int) -> tuple[int, int]:
+def belady(prompts: Prompts, capacity: int) -> tuple[int, int]:
     """Evicts the block whose next use is latest: the bound, with the whole trace known."""
     following: list[int] = []
     seen: dict[int, int] = {}
-    never = sum(map(len, trace))
-    for request in reversed(trace):
-        for block in reversed(request):
+    never = sum(map(len, prompts))
+    for prompt in reversed(prompts):
+        for block in reversed(prompt):
             following.append(seen.get(block, never + block))
             seen[block] = never - len(following)
     following.reverse()
@@ -168,23 +168,23 @@ def belady(trace: Trace, capacity: int) -> tuple[int, int]:
             if cache.get(victim) == -next_use:
                 del cache[victim]
 
-    return _play(trace, cache.__contains__, use)
+    return _play(prompts, cache.__contains__, use)
 
 
 REFERENCES = {"fifo": fifo, "lru": lru, "s3-fifo": s3fifo, "belady": belady}
 
 
-def reference(name: str, trace: Trace, capacity: int) -> Result:
+def reference(name: str, prompts: Prompts, capacity: int) -> Result:
     start = time.monotonic()
-    hits, stored = REFERENCES[name](trace, capacity)
-    looked_up = sum(map(len, trace))
+    hits, stored = REFERENCES[name](prompts, capacity)
+    looked_up = sum(map(len, prompts))
     return Result(name, capacity, 0, looked_up, hits, stored, stored, time.monotonic() - start)
 
 
 # ---- the pool's policy ----
 
 
-def segmented(trace: Trace, capacity: int, segments: int) -> Result:
+def segmented(prompts: Prompts, capacity: int, segments: int) -> Result:
     """The pool's policy over `segments` segments of `capacity` blocks together. Raises UsageError if those are too
     few."""
     if segments < SEGMENTS_MIN or capacity < segments:
@@ -192,16 +192,16 @@ def segmented(trace: Trace, capacity: int, segments: int) -> Result:
     start = time.monotonic()
     pool = Segments(capacity, segments)
     hits = 0
-    for request in trace:
+    for prompt in prompts:
         prefix = 0
-        while prefix < len(request) and request[prefix] in pool.uses:
-            pool.open(request[prefix])
+        while prefix < len(prompt) and prompt[prefix] in pool.uses:
+            pool.open(prompt[prefix])
             prefix += 1
         hits += prefix
-        for block in request[prefix:]:
+        for block in prompt[prefix:]:
             if block not in pool.uses:
                 pool.store(block)
-    looked_up = sum(map(len, trace))
+    looked_up = sum(map(len, prompts))
     written = pool.stored + pool.copied
     return Result("pool", capacity, pool.count, looked_up, hits, pool.stored, written, time.monotonic() - start)
 
@@ -211,7 +211,7 @@ def segmented(trace: Trace, capacity: int, segments: int) -> Result:
 _BLOCK_PAGES = 2
 
 
-def real(trace: Trace, capacity: int, segments: int, directory: Path) -> Result:
+def real(prompts: Prompts, capacity: int, segments: int, directory: Path) -> Result:
     """The trace over a pool in a file below `directory`. A block takes two pages, one for its header. Segments are
     powers of two of pages, so there are not quite as many as were asked for. Raises KvfsError."""
     start = time.monotonic()
@@ -226,7 +226,7 @@ def real(trace: Trace, capacity: int, segments: int, directory: Path) -> Result:
     async def main(pool: Path) -> tuple[int, int, int]:
         async with Store.open(pool, options) as store:
             assert len(store.segments.all) == count
-            hits, stored = await _replay(store, trace)
+            hits, stored = await _replay(store, prompts)
             return hits, stored, stored + store.evictor.counters.carried_blocks
 
     with tempfile.TemporaryDirectory(prefix="kvfs-simulate-", dir=directory) as path:
@@ -236,7 +236,7 @@ def real(trace: Trace, capacity: int, segments: int, directory: Path) -> Result:
         )  # fmt: skip
         format_devices(request)
         hits, stored, written = trio.run(main, request.pool)
-    looked_up = sum(map(len, trace))
+    looked_up = sum(map(len, prompts))
     return Result("real pool", count * area, count, looked_up, hits, stored, written, time.monotonic() - start)
 
 
@@ -244,18 +244,18 @@ def _blocks_in(geometry: Geometry) -> int:
     return (geometry.end_page - 1) // _BLOCK_PAGES
 
 
-async def _replay(store: Store, trace: Trace) -> tuple[int, int]:
+async def _replay(store: Store, prompts: Prompts) -> tuple[int, int]:
     hits = stored = 0
-    for request in trace:
+    for prompt in prompts:
         found: list[int] = []
-        for block in request:
+        for block in prompt:
             number = store.plane.table_find_name(ROOT_INODE, b"%d" % block)
             if number is None:
                 break
             found.append(number)
         hits += len(found)
         store.plane.inode_touch(found)
-        for block in request[len(found) :]:
+        for block in prompt[len(found) :]:
             if store.plane.table_find_name(ROOT_INODE, b"%d" % block) is None:
                 await _store_block(store, b"%d" % block)
                 stored += 1
@@ -282,21 +282,21 @@ async def _store_block(store: Store, name: bytes) -> None:
 # ---- command line ----
 
 
-def run(trace: Trace, shares: Sequence[float], segments: Sequence[int], references: Sequence[str],
+def run(prompts: Prompts, shares: Sequence[float], segments: Sequence[int], references: Sequence[str],
         pool: Path | None) -> list[Result]:  # fmt: skip
     """Results for each share of the trace's unique blocks. With `pool` also those of the real pool, in a file there."""
     results: list[Result] = []
-    unique = unique_blocks(trace)
+    unique = unique_blocks(prompts)
     for share in shares:
         capacity = max(1, int(share * unique))
         for name in references:
-            results.append(reference(name, trace, capacity))
+            results.append(reference(name, prompts, capacity))
             _say(results[-1])
         for count in segments:
-            results.append(segmented(trace, capacity, count))
+            results.append(segmented(prompts, capacity, count))
             _say(results[-1])
             if pool is not None:
-                results.append(real(trace, capacity, count, pool))
+                results.append(real(prompts, capacity, count, pool))
                 _say(results[-1])
     return results
 
@@ -317,7 +317,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = _arguments(argv)
         trace = load(arguments.trace) if arguments.trace else invent(arguments.invent, arguments.seed)
-        results = run(trace, arguments.shares, arguments.segments, arguments.references, arguments.pool)
+        results = run(trace.prompts, arguments.shares, arguments.segments, arguments.references, arguments.pool)
     except UsageError as error:
         print(f"simulate: {error}", file=sys.stderr)
         return 2
@@ -327,7 +327,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.output == "json":
         rows = [{**asdict(r), "ratio": r.ratio, "write_ratio": r.write_ratio} for r in results]
         source = {"trace": str(arguments.trace)} if arguments.trace else {"invent": arguments.invent}
-        print(json.dumps({"version": _JSON_VERSION, **source, "unique_blocks": unique_blocks(trace), "results": rows}))
+        print(
+            json.dumps(
+                {"version": _JSON_VERSION, **source, "unique_blocks": unique_blocks(trace.prompts), "results": rows}
+            )
+        )
     else:
         print(table(results))
     return 0
