@@ -5,6 +5,8 @@ It holds numbers of blocks, all of one size. `kvfs/bench/simulate.py` plays trac
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvfs.store.eviction import TICKS_PER_POOL, Contents, CopyBudget, LeastLoss, Use
 
 # Left free for copies when a segment is opened for writers: the pool's reserve, less the one that it opens ahead.
@@ -13,15 +15,22 @@ SEGMENTS_MIN = 2 * _SPARE + 2
 
 
 class Segments:
-    """`capacity` blocks in `segments` segments."""
+    """`capacity` blocks in `segments` segments.
 
-    def __init__(self, capacity: int, segments: int) -> None:
+    placed(block, segment): it lies there now, stored or carried over. removed(block): it was evicted or dropped.
+    Segments have rising numbers, and a new one each time they are filled.
+    """
+
+    def __init__(
+        self, capacity: int, segments: int, placed: Callable[[int, int], None], removed: Callable[[int], None]
+    ) -> None:
         self.area = capacity // segments
         self.count = capacity // self.area  # as many as fit: with few blocks in each, more than were asked for
         self.free = self.count
         self.policy = LeastLoss()
         self.uses: dict[int, Use] = {}
         self.stored = self.copied = 0
+        self._placed, self._removed = placed, removed
         self._budget = CopyBudget(self.count * self.area, self.area)
         self._tick_blocks = capacity / TICKS_PER_POOL
         self._of: dict[int, int] = {}
@@ -46,6 +55,11 @@ class Segments:
         self.stored += 1
         self.uses[block] = self.tick, 0
 
+    def drop(self, block: int) -> None:
+        """Its room is empty until its segment goes."""
+        del self.uses[block], self._blocks[self._of.pop(block)][block]
+        self._removed(block)
+
     def _append(self, stream: int, block: int) -> None:
         if not self._room[stream]:
             if self._open[stream]:
@@ -58,6 +72,7 @@ class Segments:
         self._room[stream] -= 1
         self._blocks[self._open[stream]][block] = None
         self._of[block] = self._open[stream]
+        self._placed(block, self._open[stream])
 
     def _contents(self, segment: int) -> Contents:
         blocks = self._blocks[segment]
@@ -80,4 +95,5 @@ class Segments:
                 self.copied += 1
             else:
                 del self.uses[block], self._of[block]
+                self._removed(block)
         self.free += 1

@@ -2,7 +2,8 @@
 
 The pool's own policy (kvfs/store/eviction.py) runs on whole segments with a budget for copies, as the pool uses it. The
 references evict single blocks, at equal bytes, which no log-structured store can. With --pool the real pool is asked:
-segments, index, block table and evictor, with small blocks.
+segments, index, block table and evictor, with small blocks. With --nodes the policy runs on the nodes of a pod
+(kvfs/bench/pod.py), and on as many pools that know nothing of each other. The one pool beside them is the ideal.
 
 A hit is a block of a prompt that is there with all those before it. Blocks of a prompt that are not there are stored.
 """
@@ -17,14 +18,16 @@ import sys
 import tempfile
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from random import Random
 
 import trio
 
-from kvfs.bench.segments import SEGMENTS_MIN, Segments
-from kvfs.bench.traces import SHAPES, Prompts, invent, load
+from kvfs.bench.pod import SILENT, Feed, Pod, spread
+from kvfs.bench.segments import SEGMENTS_MIN
+from kvfs.bench.traces import SHAPES, Prompts, Trace, invent, load
 from kvfs.errors import KvfsError, UsageError
 from kvfs.pool.geometry import LABEL_SIZE, STRIPE_UNIT_MIN, ZONES_OFFSET, Geometry
 from kvfs.pool.making import FormatRequest, format_devices
@@ -33,19 +36,26 @@ from kvfs.store.opening import StoreOptions
 from kvfs.store.store import Store
 from kvfs.types import PAGE_SIZE, ROOT_INODE
 
+SEPARATE, POD = "separate pools", "pod"
 _JSON_VERSION = 1
+# Of six segments a node has four or five free or half full.
+_NODE_SEGMENTS_MIN = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
     policy: str
     capacity: int  # blocks
-    segments: int  # 0: single blocks
+    segments: int  # of each node; 0: single blocks
     looked_up: int
     hits: int
     stored: int  # blocks
     written: int  # blocks, copies included
     seconds: float
+    nodes: int = 1  # with as many segments each
+    others: int = 0  # of the hits: in other nodes' blocks
+    stale: int = 0  # look-ups of blocks that other nodes had evicted
+    dropped: int = 0  # blocks that two nodes had stored
 
     @property
     def ratio(self) -> float:
@@ -181,29 +191,47 @@ def reference(name: str, prompts: Prompts, capacity: int) -> Result:
     return Result(name, capacity, 0, looked_up, hits, stored, stored, time.monotonic() - start)
 
 
-# ---- the pool's policy ----
+# ---- the pool's policy: one pool, separate pools, a pod ----
 
 
 def segmented(prompts: Prompts, capacity: int, segments: int) -> Result:
     """The pool's policy over `segments` segments of `capacity` blocks together. Raises UsageError if those are too
     few."""
-    if segments < SEGMENTS_MIN or capacity < segments:
-        raise UsageError(f"{capacity} blocks in {segments} segments: at least {SEGMENTS_MIN}, with a block in each")
+    return _played("pool", capacity, segments, 1, SILENT, ((0, prompt, 0.0) for prompt in prompts))
+
+
+def separate(trace: Trace, on: Sequence[int], capacity: int, segments: int, nodes: int) -> Result:
+    """A pool on each node, with its part of `capacity` blocks in `segments` segments. on: the node of each request.
+    Raises UsageError if blocks or segments are too few."""
+    return _played(SEPARATE, capacity, segments, nodes, SILENT, zip(on, trace.prompts, trace.times_s, strict=True))
+
+
+def podded(trace: Trace, on: Sequence[int], capacity: int, segments: int, nodes: int, feed: Feed) -> Result:
+    """The same pools as one pod."""
+    return _played(POD, capacity, segments, nodes, feed, zip(on, trace.prompts, trace.times_s, strict=True))
+
+
+def _played(policy: str, capacity: int, segments: int, nodes: int, feed: Feed,
+            requests: Iterable[tuple[int, list[int], float]]) -> Result:  # fmt: skip
+    """requests: node, prompt, time."""
+    least = SEGMENTS_MIN if nodes == 1 else _NODE_SEGMENTS_MIN
+    if segments < least or capacity // nodes < segments:
+        whose = f" on each of {nodes} nodes" if nodes > 1 else ""
+        raise UsageError(
+            f"{capacity // nodes} blocks in {segments} segments{whose}: at least {least}, with a block in each"
+        )
     start = time.monotonic()
-    pool = Segments(capacity, segments)
-    hits = 0
-    for prompt in prompts:
-        prefix = 0
-        while prefix < len(prompt) and prompt[prefix] in pool.uses:
-            pool.open(prompt[prefix])
-            prefix += 1
-        hits += prefix
-        for block in prompt[prefix:]:
-            if block not in pool.uses:
-                pool.store(block)
-    looked_up = sum(map(len, prompts))
-    written = pool.stored + pool.copied
-    return Result("pool", capacity, pool.count, looked_up, hits, pool.stored, written, time.monotonic() - start)
+    pod = Pod(capacity, segments, nodes, feed, Random(0))
+    looked_up = 0
+    for node, prompt, now_s in requests:
+        pod.request(node, prompt, now_s)
+        looked_up += len(prompt)
+    stored = sum(pool.stored for pool in pod.pools)
+    written = stored + sum(pool.copied for pool in pod.pools)
+    return Result(
+        policy, capacity // nodes * nodes, pod.pools[0].count, looked_up, pod.hits, stored, written,
+        time.monotonic() - start, nodes, pod.others, pod.stale, pod.dropped,
+    )  # fmt: skip
 
 
 # ---- the real pool ----
@@ -282,10 +310,12 @@ async def _store_block(store: Store, name: bytes) -> None:
 # ---- command line ----
 
 
-def run(prompts: Prompts, shares: Sequence[float], segments: Sequence[int], references: Sequence[str],
-        pool: Path | None) -> list[Result]:  # fmt: skip
-    """Results for each share of the trace's unique blocks. With `pool` also those of the real pool, in a file there."""
+def run(trace: Trace, shares: Sequence[float], segments: Sequence[int], references: Sequence[str],
+        pool: Path | None, spreads: Mapping[int, Sequence[int]], feed: Feed) -> list[Result]:  # fmt: skip
+    """Results for each share of the trace's unique blocks. With `pool` also those of the real pool, in a file there.
+    spreads: by number of nodes: the node of each request. For each also those of separate pools and of a pod."""
     results: list[Result] = []
+    prompts = trace.prompts
     unique = unique_blocks(prompts)
     for share in shares:
         capacity = max(1, int(share * unique))
@@ -298,26 +328,49 @@ def run(prompts: Prompts, shares: Sequence[float], segments: Sequence[int], refe
             if pool is not None:
                 results.append(real(prompts, capacity, count, pool))
                 _say(results[-1])
+            for nodes, on in spreads.items():
+                results.append(separate(trace, on, capacity, count, nodes))
+                _say(results[-1])
+                results.append(podded(trace, on, capacity, count, nodes, feed))
+                _say(results[-1])
     return results
 
 
 def _say(result: Result) -> None:
-    print(f"{result.policy}, {result.capacity} blocks: {result.ratio:.4f} in {result.seconds:.1f} s", file=sys.stderr)
+    print(f"{_name(result)}, {result.capacity} blocks: {result.ratio:.4f} in {result.seconds:.1f} s", file=sys.stderr)
+
+
+def _name(result: Result) -> str:
+    if result.policy == SEPARATE:
+        return f"{result.nodes} {SEPARATE}"
+    return f"pod of {result.nodes}" if result.policy == POD else result.policy
 
 
 def table(results: Sequence[Result]) -> str:
-    lines = ["| policy | blocks | segments | prefix hits | written / stored |", "|---|---|---|---|---|"]
+    """With separate pools or a pod among them: the share of look-ups that others' blocks answered, stale ones, and
+    blocks stored by two nodes."""
+    heads = ["policy", "blocks", "segments", "prefix hits", "written / stored"]
+    nodes = any(r.policy in (SEPARATE, POD) for r in results)
+    rows = [[*heads, *(["in others' blocks", "stale", "stored twice"] if nodes else [])]]
+    rows.append(["---"] * len(rows[0]))
     for r in results:
-        lines.append(f"| {r.policy} | {r.capacity:,} | {r.segments or ''} | {r.ratio:.4f} | {r.write_ratio:.3f} |")
-    return "\n".join(lines)
+        row = [_name(r), f"{r.capacity:,}", str(r.segments or ""), f"{r.ratio:.4f}", f"{r.write_ratio:.3f}"]
+        if nodes:
+            row += [f"{r.others / r.looked_up:.4f}", f"{r.stale:,}", f"{r.dropped:,}"] if r.policy == POD else [""] * 3
+        rows.append(row)
+    return "\n".join("|---" * len(row) + "|" if row[0] == "---" else f"| {' | '.join(row)} |" for row in rows)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0; 1 if the pool failed; 2 for wrong arguments or a file that is no trace."""
     try:
         arguments = _arguments(argv)
-        trace = load(arguments.trace) if arguments.trace else invent(arguments.invent, arguments.seed)
-        results = run(trace.prompts, arguments.shares, arguments.segments, arguments.references, arguments.pool)
+        trace = _trace(arguments)
+        spreads = {
+            nodes: list(spread(trace, nodes, arguments.sticky, Random(arguments.seed))) for nodes in arguments.nodes
+        }
+        results = run(trace, arguments.shares, arguments.segments, arguments.references, arguments.pool, spreads,
+                      _feed(trace, arguments))  # fmt: skip
     except UsageError as error:
         print(f"simulate: {error}", file=sys.stderr)
         return 2
@@ -327,29 +380,58 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.output == "json":
         rows = [{**asdict(r), "ratio": r.ratio, "write_ratio": r.write_ratio} for r in results]
         source = {"trace": str(arguments.trace)} if arguments.trace else {"invent": arguments.invent}
-        print(
-            json.dumps(
-                {"version": _JSON_VERSION, **source, "unique_blocks": unique_blocks(trace.prompts), "results": rows}
-            )
-        )
+        unique = unique_blocks(trace.prompts)
+        print(json.dumps({"version": _JSON_VERSION, **source, "unique_blocks": unique, "results": rows}))
     else:
         print(table(results))
     return 0
+
+
+def _trace(arguments: argparse.Namespace) -> Trace:
+    if arguments.trace:
+        return load(arguments.trace, arguments.session_blocks)
+    return invent(arguments.invent, arguments.seed, arguments.requests, arguments.sessions)
+
+
+def _feed(trace: Trace, arguments: argparse.Namespace) -> Feed:
+    until_s = math.inf
+    if arguments.engine_lost is not None:
+        until_s = trace.times_s[0] + arguments.engine_lost * (trace.times_s[-1] - trace.times_s[0])
+    return Feed(arguments.news_ms / 1000, hit_share=arguments.hit_share, until_s=until_s)
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="simulate", description=__doc__, formatter_class=raw)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("trace", nargs="?", type=Path, help="JSON lines with hash_ids, as Mooncake's traces")
+    source.add_argument("trace", nargs="?", type=Path, help="JSON lines with hash_ids, as Mooncake's traces; .gz too")
     source.add_argument("--invent", choices=list(SHAPES), help="make a trace up")
-    parser.add_argument("--seed", type=int, default=1, help="of an invented trace")
+    parser.add_argument("--seed", type=int, default=1, help="of an invented trace, and of sessions' moves")
+    parser.add_argument("--requests", type=_count, default=6000, help="of an invented trace (default: 6000)")
+    parser.add_argument("--sessions", type=_count, default=150, help="of an invented trace at once (default: 150)")
     parser.add_argument("--shares", type=_list(_share), default=[0.05, 0.1, 0.25], metavar="SHARE,...",
                         help="capacities, of the trace's unique blocks (default: 0.05,0.1,0.25)")  # fmt: skip
-    parser.add_argument("--segments", type=_list(int), default=[200], metavar="COUNT,...", help="default: 200")
+    parser.add_argument("--segments", type=_list(int), default=[200], metavar="COUNT,...",
+                        help="of a pool, and so of each node of a pod (default: 200)")  # fmt: skip
     parser.add_argument("--references", type=_list(_reference), default=list(REFERENCES), metavar="NAME,...",
                         help=f"of {', '.join(REFERENCES)}; '' for none")  # fmt: skip
     parser.add_argument("--pool", type=Path, metavar="DIRECTORY", help="run the real pool too, in a file there")
+    pod = parser.add_argument_group("a pod", "--pool and the references are of one pool, with all bytes.")
+    pod.add_argument("--nodes", type=_list(_count), default=[], metavar="COUNT,...",
+                     help="so many separate pools, and a pod of so many nodes, of the same total size")  # fmt: skip
+    pod.add_argument("--sticky", type=_chance, default=0.9, metavar="CHANCE",
+                     help="that a session stays on its node for the next request, where the trace has sessions "
+                     "(invented ones, and lines with session_id); else requests go round (default: 0.9)")  # fmt: skip
+    pod.add_argument("--session-blocks", type=_count, default=0, metavar="COUNT",
+                     help="prompts of a recorded trace without sessions whose first COUNT blocks are the same are of "
+                     "one session")  # fmt: skip
+    pod.add_argument("--news-ms", type=_milliseconds, default=20.0, metavar="MS",
+                     help="from a store or an eviction until other nodes know (default: 20)")  # fmt: skip
+    pod.add_argument("--hit-share", type=_chance, default=1 / 8, metavar="CHANCE",
+                     help="that an owner hears of a hit in its block on another node, up to a second later "
+                     "(default: 0.125)")  # fmt: skip
+    pod.add_argument("--engine-lost", type=_chance, metavar="SHARE",
+                     help="no news from this share of the trace's time on (default: never)")  # fmt: skip
     parser.add_argument("-o", "--output", choices=("text", "json"), default="text")
     return parser.parse_args(argv)
 
@@ -360,6 +442,27 @@ def _list(kind: Callable[[str], object]) -> Callable[[str], list[object]]:
 
     parse.__name__ = "list"
     return parse
+
+
+def _count(text: str) -> int:
+    count = int(text)
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"{text}: at least 1")
+    return count
+
+
+def _chance(text: str) -> float:
+    chance = float(text)
+    if not 0 <= chance <= 1:
+        raise argparse.ArgumentTypeError(f"{text}: from 0 to 1")
+    return chance
+
+
+def _milliseconds(text: str) -> float:
+    milliseconds = float(text)
+    if not 0 <= milliseconds < 1e9:
+        raise argparse.ArgumentTypeError(f"{text}: milliseconds, 0 or more")
+    return milliseconds
 
 
 def _share(text: str) -> float:

@@ -8,11 +8,25 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from random import Random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kvfs.bench.simulate import REFERENCES, lru, main, real, reference, segmented, unique_blocks
-from kvfs.bench.traces import SHAPES, invent, load
+from kvfs.bench.pod import SILENT, Feed, Pod, spread
+from kvfs.bench.simulate import (
+    REFERENCES,
+    lru,
+    main,
+    podded,
+    real,
+    reference,
+    segmented,
+    separate,
+    unique_blocks,
+)
+from kvfs.bench.traces import SHAPES, Trace, invent, load
 from kvfs.errors import UsageError
 from kvfs.store.eviction import CARRY_SHARE
 
@@ -80,6 +94,141 @@ def test_the_recorded_trace() -> None:
         assert result.ratio >= least and result.write_ratio <= 1.13
 
 
+# ---- a pod ----
+
+PART = 16  # blocks of a node, two in a segment
+
+
+def pod_of(nodes: int, feed: Feed) -> Pod:
+    return Pod(PART * nodes, 8, nodes, feed, Random(1))
+
+
+def test_another_node_finds_a_block_once_it_has_heard_of_it() -> None:
+    pod = pod_of(2, Feed(delay_s=0.02))
+    pod.request(0, [1, 2], 5)
+    pod.request(1, [1, 2], 5.03)
+    assert pod.hits == pod.others == 2 and not pod.pools[1].stored
+    pod.request(0, [1, 2], 5.03)
+    assert (pod.hits, pod.others, pod.stale) == (4, 2, 0)
+
+
+def test_of_two_that_store_one_key_at_once_the_higher_version_stays() -> None:
+    pod = pod_of(2, Feed(delay_s=0.02))
+    pod.request(0, [1], 5)
+    pod.request(1, [1], 5.01)
+    assert pod.hits == 0 and all(1 in pool.uses for pool in pod.pools)
+    pod.request(0, [], 5.04)
+    # One counter for both: the node's number decides.
+    assert [1 in pool.uses for pool in pod.pools] == [False, True] and pod.dropped == 1
+    pod.request(0, [1], 5.05)
+    assert pod.hits == pod.others == 1
+
+
+def test_a_block_that_its_owner_has_evicted_is_a_miss_once() -> None:
+    pod = pod_of(2, Feed(delay_s=0.02))
+    pod.request(0, [1], 0)
+    pod.request(0, list(range(100, 150)), 1)
+    pod.request(1, [1], 1.01)
+    assert pod.hits == 0 and pod.stale == 1
+    pod.request(0, [1], 2)
+    assert pod.hits == pod.others == 1 and pod.stale == 1
+
+
+def test_an_owner_hears_of_hits_within_a_second_as_far_as_it_is_told() -> None:
+    for share, hits in ((1, 1), (0, 0)):
+        pod = pod_of(2, Feed(delay_s=0.02, hit_share=share))
+        pod.request(0, [1], 5)
+        pod.request(1, [1], 5.5)
+        pod.request(1, [], 6.01)
+        assert pod.pools[0].uses[1][1] == 0
+        pod.request(1, [], 6.03)
+        assert pod.pools[0].uses[1][1] == hits
+
+
+def test_without_the_engine_a_node_finds_its_own_blocks_and_those_it_had_heard_of() -> None:
+    pod = pod_of(2, Feed(until_s=5))
+    pod.request(0, [1], 4.99)
+    pod.request(0, [2], 5.01)
+    pod.request(1, [1], 9)
+    assert pod.hits == pod.others == 1
+    pod.request(1, [2], 9)
+    pod.request(1, [2], 9)
+    pod.request(0, [2], 9)
+    assert (pod.hits, pod.others, pod.dropped) == (3, 1, 0)
+    # Nobody hears that the owner has evicted it.
+    pod.request(0, list(range(100, 150)), 10)
+    pod.request(1, [1], 99)
+    assert pod.stale == 1
+
+
+requests = st.lists(
+    st.tuples(st.integers(0, 2), st.lists(st.integers(0, 60), max_size=30, unique=True), st.floats(0, 0.03)),
+    max_size=60,
+)
+
+
+@given(requests)
+def test_at_rest_every_block_is_on_one_node_and_all_know_where(requests: list[tuple[int, list[int], float]]) -> None:
+    pod = pod_of(3, Feed(delay_s=0.02, hits_every_s=0.05, hit_share=0.5))
+    now_s = 0.0
+    for node, prompt, pause_s in requests:
+        now_s += pause_s
+        pod.request(node, prompt, now_s)
+    pod.request(0, [], now_s + 10)
+    assert {block: list(copies.values()) for block, copies in pod.copies.items()} == {
+        block: [place] for block, place in pod.known.items()
+    }
+    for node, pool in enumerate(pod.pools):
+        assert set(pool.uses) == {block for block, place in pod.known.items() if place.node == node}
+        assert len(pool.uses) <= PART
+
+
+def test_sessions_stay_on_a_node_with_the_chance_that_is_asked_for() -> None:
+    trace = invent("chats", 1, 2000)
+    assert trace.sessions is not None
+
+    def moves(sticky: float) -> float:
+        on: dict[int, int] = {}
+        further = moved = 0
+        for session, node in zip(trace.sessions or (), spread(trace, 8, sticky, Random(1)), strict=True):
+            further += session in on
+            moved += on.get(session, node) != node
+            on[session] = node
+        return moved / further
+
+    assert moves(1) == 0 and moves(0) == 1 and 0.05 < moves(0.9) < 0.15
+    apart = Trace(trace.prompts, trace.times_s, None)
+    assert list(spread(apart, 3, 0.9, Random(1)))[:5] == [0, 1, 2, 0, 1]
+
+
+def test_a_pod_of_one_node_is_the_pool_and_separate_pools_are_pools() -> None:
+    trace = invent("rag", 1, 1000)
+    capacity = unique_blocks(trace.prompts) // 10
+    pool = segmented(trace.prompts, capacity, 40)
+    for one in (podded(trace, [0] * 1000, capacity, 40, 1, Feed()), separate(trace, [0] * 1000, capacity, 40, 1)):
+        assert (one.hits, one.stored, one.written, one.others) == (pool.hits, pool.stored, pool.written, 0)
+    on = list(spread(trace, 4, 0.9, Random(1)))
+    apart = separate(trace, on, capacity, 10, 4)
+    pools = [
+        segmented([prompt for prompt, node in zip(trace.prompts, on, strict=True) if node == i], capacity // 4, 10)
+        for i in range(4)
+    ]
+    assert apart.hits == sum(pool.hits for pool in pools) and apart.written == sum(pool.written for pool in pools)
+
+
+@pytest.mark.parametrize("shape", ["chats", "rag"])
+def test_a_pod_finds_more_than_separate_pools_and_little_less_than_one(shape: str) -> None:
+    trace = invent(shape, 1, 1200)
+    capacity = unique_blocks(trace.prompts) // 10
+    on = list(spread(trace, 4, 0.9, Random(1)))
+    pool = segmented(trace.prompts, capacity, 30)
+    apart = separate(trace, on, capacity, 30, 4)
+    pod = podded(trace, on, capacity, 30, 4, Feed())
+    assert apart.hits < pod.hits and 0.9 * pool.hits < pod.hits < 1.05 * pool.hits
+    assert pod.stored < apart.stored and 0 < pod.others < pod.hits
+    assert podded(trace, on, capacity, 30, 4, SILENT).hits == apart.hits
+
+
 def test_traces_that_are_none_are_refused_by_name_and_line(tmp_path: Path) -> None:
     path = tmp_path / "trace"
     for line in ("{}", "[1]", "no", '{"hash_ids": [1, -2]}', '{"hash_ids": [1, "2"]}', '{"hash_ids": [1, 1]}'):
@@ -131,3 +280,22 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     report = json.loads(capsys.readouterr().out)
     assert report["version"] == 1 and [r["policy"] for r in report["results"]] == ["lru", "pool"]
     assert main([str(tmp_path / "nothing"), *options]) == 2
+
+
+def test_the_command_with_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--invent", "chats", "--requests", "300", "--sessions", "20", "--shares", "0.5", "--references", ""]
+    assert main([*options, "--segments", "8", "--nodes", "2,4", "--engine-lost", "0.5", "--news-ms", "5"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" | ")[0] for line in lines[2:]] == [
+        "| pool", "| 2 separate pools", "| pod of 2", "| 4 separate pools", "| pod of 4",
+    ]  # fmt: skip
+    assert len({line.count("|") for line in lines}) == 1
+    assert main([*options, "--segments", "8", "--nodes", "2", "-o", "json"]) == 0
+    results = json.loads(capsys.readouterr().out)["results"]
+    assert [(r["policy"], r["nodes"]) for r in results] == [("pool", 1), ("separate pools", 2), ("pod", 2)]
+    assert results[2]["others"] > 0
+    assert main([*options, "--segments", "7", "--nodes", "2"]) == 2
+    assert "at least 8" in capsys.readouterr().err
+    for wrong in (["--nodes", "0"], ["--sticky", "2"], ["--news-ms", "-1"], ["--engine-lost", "x"]):
+        with pytest.raises(SystemExit):
+            main([*options, *wrong])
