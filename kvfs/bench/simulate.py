@@ -2,7 +2,8 @@
 
 The pool's own policy (kvfs/store/eviction.py) runs on whole segments with a budget for copies, as the pool uses it. The
 references evict single blocks, at equal bytes, which no log-structured store can. With --pool the real pool is asked:
-segments, index, block table and evictor, with small blocks.
+segments, index, block table and evictor, with small blocks. With --nodes the policy runs on the nodes of a pod
+(kvfs/bench/pod.py), and on as many pools that know nothing of each other. The one pool beside them is the ideal.
 
 A hit is a block of a prompt that is there with all those before it. Blocks of a prompt that are not there are stored.
 """
@@ -17,37 +18,44 @@ import sys
 import tempfile
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from random import Random
 
 import trio
 
-from kvfs.bench.traces import SHAPES, Trace, invent, load
+from kvfs.bench.pod import SILENT, Feed, Pod, spread
+from kvfs.bench.segments import SEGMENTS_MIN
+from kvfs.bench.traces import SHAPES, Prompts, Trace, invent, load
 from kvfs.errors import KvfsError, UsageError
 from kvfs.pool.geometry import LABEL_SIZE, STRIPE_UNIT_MIN, ZONES_OFFSET, Geometry
 from kvfs.pool.making import FormatRequest, format_devices
 from kvfs.record import Inode, Kind
-from kvfs.store.eviction import TICKS_PER_POOL, Contents, CopyBudget, LeastLoss, Use
 from kvfs.store.opening import StoreOptions
 from kvfs.store.store import Store
 from kvfs.types import PAGE_SIZE, ROOT_INODE
 
+SEPARATE, POD = "separate pools", "pod"
 _JSON_VERSION = 1
-# Left free for copies when a segment is opened for writers: the pool's reserve, less the one that it opens ahead.
-_SPARE = 2
+# Of six segments a node has four or five free or half full.
+_NODE_SEGMENTS_MIN = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
     policy: str
     capacity: int  # blocks
-    segments: int  # 0: single blocks
+    segments: int  # of each node; 0: single blocks
     looked_up: int
     hits: int
     stored: int  # blocks
     written: int  # blocks, copies included
     seconds: float
+    nodes: int = 1  # with as many segments each
+    others: int = 0  # of the hits: in other nodes' blocks
+    stale: int = 0  # look-ups of blocks that other nodes had evicted
+    dropped: int = 0  # blocks that two nodes had stored
 
     @property
     def ratio(self) -> float:
@@ -58,19 +66,19 @@ class Result:
         return self.written / max(1, self.stored)
 
 
-def unique_blocks(trace: Trace) -> int:
-    return len({block for request in trace for block in request})
+def unique_blocks(prompts: Prompts) -> int:
+    return len({block for prompt in prompts for block in prompt})
 
 
 # ---- references: single blocks ----
 
 
-def _play(trace: Trace, holds: Callable[[int], bool], use: Callable[[int, int], None]) -> tuple[int, int]:
+def _play(prompts: Prompts, holds: Callable[[int], bool], use: Callable[[int, int], None]) -> tuple[int, int]:
     """Hits, and blocks stored. use(block, place of this look-up in the trace) makes it present."""
     hits = stored = place = 0
-    for request in trace:
+    for prompt in prompts:
         whole = True
-        for block in request:
+        for block in prompt:
             present = holds(block)
             whole = whole and present
             hits += whole
@@ -80,7 +88,7 @@ def _play(trace: Trace, holds: Callable[[int], bool], use: Callable[[int, int], 
     return hits, stored
 
 
-def fifo(trace: Trace, capacity: int) -> tuple[int, int]:
+def fifo(prompts: Prompts, capacity: int) -> tuple[int, int]:
     cache: OrderedDict[int, None] = OrderedDict()
 
     def use(block: int, place: int) -> None:
@@ -88,10 +96,10 @@ def fifo(trace: Trace, capacity: int) -> tuple[int, int]:
         if len(cache) > capacity:
             cache.popitem(last=False)
 
-    return _play(trace, cache.__contains__, use)
+    return _play(prompts, cache.__contains__, use)
 
 
-def lru(trace: Trace, capacity: int) -> tuple[int, int]:
+def lru(prompts: Prompts, capacity: int) -> tuple[int, int]:
     cache: OrderedDict[int, None] = OrderedDict()
 
     def use(block: int, place: int) -> None:
@@ -100,10 +108,10 @@ def lru(trace: Trace, capacity: int) -> tuple[int, int]:
         if len(cache) > capacity:
             cache.popitem(last=False)
 
-    return _play(trace, cache.__contains__, use)
+    return _play(prompts, cache.__contains__, use)
 
 
-def s3fifo(trace: Trace, capacity: int) -> tuple[int, int]:
+def s3fifo(prompts: Prompts, capacity: int) -> tuple[int, int]:
     """Yang et al., SOSP 2023: a tenth small, the rest main, as many ghosts as main has blocks."""
     small_max = max(1, capacity // 10)
     small: deque[int] = deque()
@@ -146,16 +154,16 @@ def s3fifo(trace: Trace, capacity: int) -> tuple[int, int]:
         else:
             small.append(block)
 
-    return _play(trace, uses.__contains__, use)
+    return _play(prompts, uses.__contains__, use)
 
 
-def belady(trace: Trace, capacity: int) -> tuple[int, int]:
+def belady(prompts: Prompts, capacity: int) -> tuple[int, int]:
     """Evicts the block whose next use is latest: the bound, with the whole trace known."""
     following: list[int] = []
     seen: dict[int, int] = {}
-    never = sum(map(len, trace))
-    for request in reversed(trace):
-        for block in reversed(request):
+    never = sum(map(len, prompts))
+    for prompt in reversed(prompts):
+        for block in reversed(prompt):
             following.append(seen.get(block, never + block))
             seen[block] = never - len(following)
     following.reverse()
@@ -170,113 +178,60 @@ def belady(trace: Trace, capacity: int) -> tuple[int, int]:
             if cache.get(victim) == -next_use:
                 del cache[victim]
 
-    return _play(trace, cache.__contains__, use)
+    return _play(prompts, cache.__contains__, use)
 
 
 REFERENCES = {"fifo": fifo, "lru": lru, "s3-fifo": s3fifo, "belady": belady}
 
 
-def reference(name: str, trace: Trace, capacity: int) -> Result:
+def reference(name: str, prompts: Prompts, capacity: int) -> Result:
     start = time.monotonic()
-    hits, stored = REFERENCES[name](trace, capacity)
-    looked_up = sum(map(len, trace))
+    hits, stored = REFERENCES[name](prompts, capacity)
+    looked_up = sum(map(len, prompts))
     return Result(name, capacity, 0, looked_up, hits, stored, stored, time.monotonic() - start)
 
 
-# ---- the pool's policy ----
+# ---- the pool's policy: one pool, separate pools, a pod ----
 
 
-class _Segments:
-    """A pool without devices: blocks in segments, the policy, and the evictor's budget."""
-
-    def __init__(self, capacity: int, segments: int) -> None:
-        self.area = capacity // segments
-        self.count = capacity // self.area  # as many as fit: with few blocks in each, more than were asked for
-        self.free = self.count
-        self.policy = LeastLoss()
-        self.uses: dict[int, Use] = {}
-        self.stored = self.copied = 0
-        self._budget = CopyBudget(self.count * self.area, self.area)
-        self._tick_blocks = capacity / TICKS_PER_POOL
-        self._of: dict[int, int] = {}
-        self._blocks: dict[int, dict[int, None]] = {}
-        self._open = [0, 0]  # the writers' segment, and that of copies
-        self._room = [0, 0]
-        self._closed: dict[int, None] = {}
-        self._last = 0
-
-    @property
-    def tick(self) -> int:
-        return int((self.stored + self.copied) / self._tick_blocks)
-
-    def open(self, block: int) -> None:
-        self.uses[block] = self.tick, min(255, self.uses[block][1] + 1)
-
-    def store(self, block: int) -> None:
-        if not self._room[0]:
-            while self.free <= _SPARE and self._closed:
-                self._evict()
-        self._append(0, block)
-        self.stored += 1
-        self.uses[block] = self.tick, 0
-
-    def _append(self, stream: int, block: int) -> None:
-        if not self._room[stream]:
-            if self._open[stream]:
-                self._closed[self._open[stream]] = None
-            self._last += 1
-            self._open[stream], self._room[stream] = self._last, self.area
-            self._blocks[self._last] = {}
-            self.free -= 1
-            assert self.free >= 0
-        self._room[stream] -= 1
-        self._blocks[self._open[stream]][block] = None
-        self._of[block] = self._open[stream]
-
-    def _contents(self, segment: int) -> Contents:
-        blocks = self._blocks[segment]
-        return Contents([self.uses[block] for block in blocks], len(blocks) / self.area)
-
-    def _evict(self) -> None:
-        budget = self._budget.left(self.stored)
-        closed = list(self._closed)
-        (victim,) = self.policy.choose(closed, self._contents, budget / self.area, self.tick)
-        blocks = list(self._blocks[victim])
-        uses = [self.uses[block] for block in blocks]
-        kept = set(self.policy.carry(uses, budget / self.area, self.tick)[: max(0, budget)])
-        lost = [use for i, use in enumerate(uses) if i not in kept]
-        self.policy.gone(victim, Contents(lost, len(lost) / max(1, self.area - len(kept))), self.tick)
-        del self._blocks[victim], self._closed[victim]
-        self._budget.spend(len(kept))
-        for i, block in enumerate(blocks):
-            if i in kept:
-                self._append(1, block)
-                self.copied += 1
-            else:
-                del self.uses[block], self._of[block]
-        self.free += 1
-
-
-def segmented(trace: Trace, capacity: int, segments: int) -> Result:
+def segmented(prompts: Prompts, capacity: int, segments: int) -> Result:
     """The pool's policy over `segments` segments of `capacity` blocks together. Raises UsageError if those are too
     few."""
-    if segments < 2 * _SPARE + 2 or capacity < segments:
-        raise UsageError(f"{capacity} blocks in {segments} segments: at least {2 * _SPARE + 2}, with a block in each")
+    return _played("pool", capacity, segments, 1, SILENT, ((0, prompt, 0.0) for prompt in prompts))
+
+
+def separate(trace: Trace, on: Sequence[int], capacity: int, segments: int, nodes: int) -> Result:
+    """A pool on each node, with its part of `capacity` blocks in `segments` segments. on: the node of each request.
+    Raises UsageError if blocks or segments are too few."""
+    return _played(SEPARATE, capacity, segments, nodes, SILENT, zip(on, trace.prompts, trace.times_s, strict=True))
+
+
+def podded(trace: Trace, on: Sequence[int], capacity: int, segments: int, nodes: int, feed: Feed) -> Result:
+    """The same pools as one pod."""
+    return _played(POD, capacity, segments, nodes, feed, zip(on, trace.prompts, trace.times_s, strict=True))
+
+
+def _played(policy: str, capacity: int, segments: int, nodes: int, feed: Feed,
+            requests: Iterable[tuple[int, list[int], float]]) -> Result:  # fmt: skip
+    """requests: node, prompt, time."""
+    least = SEGMENTS_MIN if nodes == 1 else _NODE_SEGMENTS_MIN
+    if segments < least or capacity // nodes < segments:
+        whose = f" on each of {nodes} nodes" if nodes > 1 else ""
+        raise UsageError(
+            f"{capacity // nodes} blocks in {segments} segments{whose}: at least {least}, with a block in each"
+        )
     start = time.monotonic()
-    pool = _Segments(capacity, segments)
-    hits = 0
-    for request in trace:
-        prefix = 0
-        while prefix < len(request) and request[prefix] in pool.uses:
-            pool.open(request[prefix])
-            prefix += 1
-        hits += prefix
-        for block in request[prefix:]:
-            if block not in pool.uses:
-                pool.store(block)
-    looked_up = sum(map(len, trace))
-    written = pool.stored + pool.copied
-    return Result("pool", capacity, pool.count, looked_up, hits, pool.stored, written, time.monotonic() - start)
+    pod = Pod(capacity, segments, nodes, feed, Random(0))
+    looked_up = 0
+    for node, prompt, now_s in requests:
+        pod.request(node, prompt, now_s)
+        looked_up += len(prompt)
+    stored = sum(pool.stored for pool in pod.pools)
+    written = stored + sum(pool.copied for pool in pod.pools)
+    return Result(
+        policy, capacity // nodes * nodes, pod.pools[0].count, looked_up, pod.hits, stored, written,
+        time.monotonic() - start, nodes, pod.others, pod.stale, pod.dropped,
+    )  # fmt: skip
 
 
 # ---- the real pool ----
@@ -284,7 +239,7 @@ def segmented(trace: Trace, capacity: int, segments: int) -> Result:
 _BLOCK_PAGES = 2
 
 
-def real(trace: Trace, capacity: int, segments: int, directory: Path) -> Result:
+def real(prompts: Prompts, capacity: int, segments: int, directory: Path) -> Result:
     """The trace over a pool in a file below `directory`. A block takes two pages, one for its header. Segments are
     powers of two of pages, so there are not quite as many as were asked for. Raises KvfsError."""
     start = time.monotonic()
@@ -299,7 +254,7 @@ def real(trace: Trace, capacity: int, segments: int, directory: Path) -> Result:
     async def main(pool: Path) -> tuple[int, int, int]:
         async with Store.open(pool, options) as store:
             assert len(store.segments.all) == count
-            hits, stored = await _replay(store, trace)
+            hits, stored = await _replay(store, prompts)
             return hits, stored, stored + store.evictor.counters.carried_blocks
 
     with tempfile.TemporaryDirectory(prefix="kvfs-simulate-", dir=directory) as path:
@@ -309,7 +264,7 @@ def real(trace: Trace, capacity: int, segments: int, directory: Path) -> Result:
         )  # fmt: skip
         format_devices(request)
         hits, stored, written = trio.run(main, request.pool)
-    looked_up = sum(map(len, trace))
+    looked_up = sum(map(len, prompts))
     return Result("real pool", count * area, count, looked_up, hits, stored, written, time.monotonic() - start)
 
 
@@ -317,18 +272,18 @@ def _blocks_in(geometry: Geometry) -> int:
     return (geometry.end_page - 1) // _BLOCK_PAGES
 
 
-async def _replay(store: Store, trace: Trace) -> tuple[int, int]:
+async def _replay(store: Store, prompts: Prompts) -> tuple[int, int]:
     hits = stored = 0
-    for request in trace:
+    for prompt in prompts:
         found: list[int] = []
-        for block in request:
+        for block in prompt:
             number = store.plane.table_find_name(ROOT_INODE, b"%d" % block)
             if number is None:
                 break
             found.append(number)
         hits += len(found)
         store.plane.inode_touch(found)
-        for block in request[len(found) :]:
+        for block in prompt[len(found) :]:
             if store.plane.table_find_name(ROOT_INODE, b"%d" % block) is None:
                 await _store_block(store, b"%d" % block)
                 stored += 1
@@ -356,41 +311,66 @@ async def _store_block(store: Store, name: bytes) -> None:
 
 
 def run(trace: Trace, shares: Sequence[float], segments: Sequence[int], references: Sequence[str],
-        pool: Path | None) -> list[Result]:  # fmt: skip
-    """Results for each share of the trace's unique blocks. With `pool` also those of the real pool, in a file there."""
+        pool: Path | None, spreads: Mapping[int, Sequence[int]], feed: Feed) -> list[Result]:  # fmt: skip
+    """Results for each share of the trace's unique blocks. With `pool` also those of the real pool, in a file there.
+    spreads: by number of nodes: the node of each request. For each also those of separate pools and of a pod."""
     results: list[Result] = []
-    unique = unique_blocks(trace)
+    prompts = trace.prompts
+    unique = unique_blocks(prompts)
     for share in shares:
         capacity = max(1, int(share * unique))
         for name in references:
-            results.append(reference(name, trace, capacity))
+            results.append(reference(name, prompts, capacity))
             _say(results[-1])
         for count in segments:
-            results.append(segmented(trace, capacity, count))
+            results.append(segmented(prompts, capacity, count))
             _say(results[-1])
             if pool is not None:
-                results.append(real(trace, capacity, count, pool))
+                results.append(real(prompts, capacity, count, pool))
+                _say(results[-1])
+            for nodes, on in spreads.items():
+                results.append(separate(trace, on, capacity, count, nodes))
+                _say(results[-1])
+                results.append(podded(trace, on, capacity, count, nodes, feed))
                 _say(results[-1])
     return results
 
 
 def _say(result: Result) -> None:
-    print(f"{result.policy}, {result.capacity} blocks: {result.ratio:.4f} in {result.seconds:.1f} s", file=sys.stderr)
+    print(f"{_name(result)}, {result.capacity} blocks: {result.ratio:.4f} in {result.seconds:.1f} s", file=sys.stderr)
+
+
+def _name(result: Result) -> str:
+    if result.policy == SEPARATE:
+        return f"{result.nodes} {SEPARATE}"
+    return f"pod of {result.nodes}" if result.policy == POD else result.policy
 
 
 def table(results: Sequence[Result]) -> str:
-    lines = ["| policy | blocks | segments | prefix hits | written / stored |", "|---|---|---|---|---|"]
+    """With separate pools or a pod among them: the share of look-ups that others' blocks answered, stale ones, and
+    blocks stored by two nodes."""
+    heads = ["policy", "blocks", "segments", "prefix hits", "written / stored"]
+    nodes = any(r.policy in (SEPARATE, POD) for r in results)
+    rows = [[*heads, *(["in others' blocks", "stale", "stored twice"] if nodes else [])]]
+    rows.append(["---"] * len(rows[0]))
     for r in results:
-        lines.append(f"| {r.policy} | {r.capacity:,} | {r.segments or ''} | {r.ratio:.4f} | {r.write_ratio:.3f} |")
-    return "\n".join(lines)
+        row = [_name(r), f"{r.capacity:,}", str(r.segments or ""), f"{r.ratio:.4f}", f"{r.write_ratio:.3f}"]
+        if nodes:
+            row += [f"{r.others / r.looked_up:.4f}", f"{r.stale:,}", f"{r.dropped:,}"] if r.policy == POD else [""] * 3
+        rows.append(row)
+    return "\n".join("|---" * len(row) + "|" if row[0] == "---" else f"| {' | '.join(row)} |" for row in rows)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0; 1 if the pool failed; 2 for wrong arguments or a file that is no trace."""
     try:
         arguments = _arguments(argv)
-        trace = load(arguments.trace) if arguments.trace else invent(arguments.invent, arguments.seed)
-        results = run(trace, arguments.shares, arguments.segments, arguments.references, arguments.pool)
+        trace = _trace(arguments)
+        spreads = {
+            nodes: list(spread(trace, nodes, arguments.sticky, Random(arguments.seed))) for nodes in arguments.nodes
+        }
+        results = run(trace, arguments.shares, arguments.segments, arguments.references, arguments.pool, spreads,
+                      _feed(trace, arguments))  # fmt: skip
     except UsageError as error:
         print(f"simulate: {error}", file=sys.stderr)
         return 2
@@ -400,25 +380,58 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.output == "json":
         rows = [{**asdict(r), "ratio": r.ratio, "write_ratio": r.write_ratio} for r in results]
         source = {"trace": str(arguments.trace)} if arguments.trace else {"invent": arguments.invent}
-        print(json.dumps({"version": _JSON_VERSION, **source, "unique_blocks": unique_blocks(trace), "results": rows}))
+        unique = unique_blocks(trace.prompts)
+        print(json.dumps({"version": _JSON_VERSION, **source, "unique_blocks": unique, "results": rows}))
     else:
         print(table(results))
     return 0
+
+
+def _trace(arguments: argparse.Namespace) -> Trace:
+    if arguments.trace:
+        return load(arguments.trace, arguments.session_blocks)
+    return invent(arguments.invent, arguments.seed, arguments.requests, arguments.sessions)
+
+
+def _feed(trace: Trace, arguments: argparse.Namespace) -> Feed:
+    until_s = math.inf
+    if arguments.engine_lost is not None:
+        until_s = trace.times_s[0] + arguments.engine_lost * (trace.times_s[-1] - trace.times_s[0])
+    return Feed(arguments.news_ms / 1000, hit_share=arguments.hit_share, until_s=until_s)
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="simulate", description=__doc__, formatter_class=raw)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("trace", nargs="?", type=Path, help="JSON lines with hash_ids, as Mooncake's traces")
+    source.add_argument("trace", nargs="?", type=Path, help="JSON lines with hash_ids, as Mooncake's traces; .gz too")
     source.add_argument("--invent", choices=list(SHAPES), help="make a trace up")
-    parser.add_argument("--seed", type=int, default=1, help="of an invented trace")
+    parser.add_argument("--seed", type=int, default=1, help="of an invented trace, and of sessions' moves")
+    parser.add_argument("--requests", type=_count, default=6000, help="of an invented trace (default: 6000)")
+    parser.add_argument("--sessions", type=_count, default=150, help="of an invented trace at once (default: 150)")
     parser.add_argument("--shares", type=_list(_share), default=[0.05, 0.1, 0.25], metavar="SHARE,...",
                         help="capacities, of the trace's unique blocks (default: 0.05,0.1,0.25)")  # fmt: skip
-    parser.add_argument("--segments", type=_list(int), default=[200], metavar="COUNT,...", help="default: 200")
+    parser.add_argument("--segments", type=_list(int), default=[200], metavar="COUNT,...",
+                        help="of a pool, and so of each node of a pod (default: 200)")  # fmt: skip
     parser.add_argument("--references", type=_list(_reference), default=list(REFERENCES), metavar="NAME,...",
                         help=f"of {', '.join(REFERENCES)}; '' for none")  # fmt: skip
     parser.add_argument("--pool", type=Path, metavar="DIRECTORY", help="run the real pool too, in a file there")
+    pod = parser.add_argument_group("a pod", "--pool and the references are of one pool, with all bytes.")
+    pod.add_argument("--nodes", type=_list(_count), default=[], metavar="COUNT,...",
+                     help="so many separate pools, and a pod of so many nodes, of the same total size")  # fmt: skip
+    pod.add_argument("--sticky", type=_chance, default=0.9, metavar="CHANCE",
+                     help="that a session stays on its node for the next request, where the trace has sessions "
+                     "(invented ones, and lines with session_id); else requests go round (default: 0.9)")  # fmt: skip
+    pod.add_argument("--session-blocks", type=_count, default=0, metavar="COUNT",
+                     help="prompts of a recorded trace without sessions whose first COUNT blocks are the same are of "
+                     "one session")  # fmt: skip
+    pod.add_argument("--news-ms", type=_milliseconds, default=20.0, metavar="MS",
+                     help="from a store or an eviction until other nodes know (default: 20)")  # fmt: skip
+    pod.add_argument("--hit-share", type=_chance, default=1 / 8, metavar="CHANCE",
+                     help="that an owner hears of a hit in its block on another node, up to a second later "
+                     "(default: 0.125)")  # fmt: skip
+    pod.add_argument("--engine-lost", type=_chance, metavar="SHARE",
+                     help="no news from this share of the trace's time on (default: never)")  # fmt: skip
     parser.add_argument("-o", "--output", choices=("text", "json"), default="text")
     return parser.parse_args(argv)
 
@@ -429,6 +442,27 @@ def _list(kind: Callable[[str], object]) -> Callable[[str], list[object]]:
 
     parse.__name__ = "list"
     return parse
+
+
+def _count(text: str) -> int:
+    count = int(text)
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"{text}: at least 1")
+    return count
+
+
+def _chance(text: str) -> float:
+    chance = float(text)
+    if not 0 <= chance <= 1:
+        raise argparse.ArgumentTypeError(f"{text}: from 0 to 1")
+    return chance
+
+
+def _milliseconds(text: str) -> float:
+    milliseconds = float(text)
+    if not 0 <= milliseconds < 1e9:
+        raise argparse.ArgumentTypeError(f"{text}: milliseconds, 0 or more")
+    return milliseconds
 
 
 def _share(text: str) -> float:

@@ -1,51 +1,116 @@
 """Traces of prefix blocks: read from a file, or invented with a seed.
 
-A trace is a list of requests, each the ids of the blocks of its prompt in order, as in Mooncake's traces. An id stands
-for a block and all before it, so a block is of use only if those before it are there.
+A prompt is the ids of its blocks in order, as in Mooncake's traces. An id stands for a block and all before it, so a
+block is of use only if those before it are there.
 """
 
 from __future__ import annotations
 
+import gzip
 import heapq
 import json
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
 from kvfs.errors import UsageError
 
-Trace = list[list[int]]
+Prompts = list[list[int]]
 
 _IDS_MAX = 1 << 48
 
 
-def load(path: Path) -> Trace:
-    """A JSONL file with `hash_ids` in every line. Raises UsageError with file and line."""
-    trace: Trace = []
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Requests in the order of their times, which are seconds. sessions: of each request, numbered as they begin; None
+    where the trace does not say."""
+
+    prompts: Prompts
+    times_s: list[float]
+    sessions: list[int] | None
+
+
+def load(path: Path, session_blocks: int = 0) -> Trace:
+    """A JSONL file with `hash_ids` in every line, and perhaps `timestamp` (milliseconds) and `session_id`; `.gz` is
+    unpacked. Raises UsageError with file and line.
+
+    Requests of one timestamp are spread evenly over the time until the next, since recorders round. Without timestamps
+    requests are a second apart. session_blocks: of a trace without sessions, prompts whose first so many blocks are
+    the same are one.
+    """
+    prompts: Prompts = []
+    stamps: list[float | None] = []
+    sessions: list[object] = []
     try:
-        with path.open(encoding="utf-8") as file:
+        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
                 try:
-                    ids = json.loads(line)["hash_ids"]
-                    if not all(type(i) is int and 0 <= i < _IDS_MAX for i in ids) or len(set(ids)) != len(ids):
-                        raise ValueError("hash_ids must be different whole numbers")
-                except (ValueError, KeyError, TypeError) as error:
+                    request = json.loads(line)
+                    prompts.append(_ids(request["hash_ids"]))
+                    stamps.append(_later(request.get("timestamp"), stamps))
+                    sessions.append(_session(request.get("session_id"), sessions))
+                except (ValueError, KeyError, TypeError, AttributeError) as error:
                     raise UsageError(f"{path}: line {number}: not a request with hash_ids: {error}") from error
-                trace.append(ids)
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: {error}") from error
-    if not any(trace):
-        raise UsageError(f"{path}: no blocks in {len(trace)} requests")
-    return trace
+    if not any(prompts):
+        raise UsageError(f"{path}: no blocks in {len(prompts)} requests")
+    if session_blocks and sessions[0] is None:
+        sessions = [tuple(prompt[:session_blocks]) for prompt in prompts]
+    return Trace(prompts, _spread(stamps), None if sessions[0] is None else _numbered(sessions))
 
 
-def invent(shape: str, seed: int = 1, requests: int = 6000) -> Trace:
-    """A trace of one of the SHAPES."""
+def _ids(ids: list[int]) -> list[int]:
+    if not all(type(i) is int and 0 <= i < _IDS_MAX for i in ids) or len(set(ids)) != len(ids):
+        raise ValueError("hash_ids must be different whole numbers")
+    return ids
+
+
+def _later(stamp: object, before: Sequence[float | None]) -> float | None:
+    last = before[-1] if before else None
+    if before and (stamp is None) != (last is None):
+        raise ValueError("every request has a timestamp, or no request has one")
+    if stamp is None:
+        return None
+    if not isinstance(stamp, (int, float)) or not (last or 0) <= stamp < 1e15:
+        raise ValueError(f"timestamp {stamp}: milliseconds are expected, in order")
+    return float(stamp)
+
+
+def _session(session: object, before: Sequence[object]) -> object:
+    if before and (session is None) != (before[-1] is None):
+        raise ValueError("every request has a session_id, or no request has one")
+    if not isinstance(session, (int, str, type(None))):
+        raise ValueError("session_id is a number or a string")
+    return session
+
+
+def _spread(stamps: Sequence[float | None]) -> list[float]:
+    """Seconds from the stamps."""
+    times = [float(index * 1000) if stamp is None else stamp for index, stamp in enumerate(stamps)]
+    starts = [index for index, time in enumerate(times) if not index or time != times[index - 1]]
+    spread: list[float] = []
+    for start, end in zip(starts, [*starts[1:], len(times)], strict=True):
+        # After the last stamp comes no other: a millisecond apart.
+        step = (times[end] - times[start]) / (end - start) if end < len(times) else 1
+        spread += [(times[start] + i * step) / 1000 for i in range(end - start)]
+    return spread
+
+
+def _numbered(sessions: Sequence[object]) -> list[int]:
+    numbers: dict[object, int] = {}
+    return [numbers.setdefault(session, len(numbers)) for session in sessions]
+
+
+def invent(shape: str, seed: int = 1, requests: int = 6000, at_once: int = 150) -> Trace:
+    """A trace of one of the SHAPES. at_once: its sessions at any time."""
     try:
-        sessions = SHAPES[shape]
+        begin = SHAPES[shape]
     except KeyError:
         raise UsageError(f"no such trace: {shape}; there are {', '.join(SHAPES)}") from None
-    return _Inventor(seed).play(sessions, requests)
+    return _Inventor(seed).play(begin, requests, at_once)
 
 
 class _Inventor:
@@ -56,22 +121,30 @@ class _Inventor:
         self._ids: dict[tuple[int, int], int] = {}
         self._fresh = 0
 
-    def play(self, begin: Callable[[_Inventor], Iterator[tuple[float, list[int]]]], requests: int) -> Trace:
-        trace: Trace = []
+    def play(
+        self, begin: Callable[[_Inventor], Iterator[tuple[float, list[int]]]], requests: int, at_once: int
+    ) -> Trace:
+        prompts: Prompts = []
+        times: list[float] = []
+        sessions: list[int] = []
         # From the start on there are as many sessions as later: one that ends is followed by another.
         waiting: list[tuple[float, int, Iterator[tuple[float, list[int]]]]] = []
-        for number in range(_SESSIONS):
-            heapq.heappush(waiting, (self.random.uniform(0, 600), number, begin(self)))
-        while len(trace) < requests:
-            now, number, session = heapq.heappop(waiting)
+        for place in range(at_once):
+            heapq.heappush(waiting, (self.random.uniform(0, 600), place, begin(self)))
+        last, begun = list(range(at_once)), at_once  # by place: the number of its session
+        while len(prompts) < requests:
+            now, place, session = heapq.heappop(waiting)
             step = next(session, None)
             if step is None:
-                heapq.heappush(waiting, (now + self.random.expovariate(1 / 60), number, begin(self)))
+                heapq.heappush(waiting, (now + self.random.expovariate(1 / 60), place, begin(self)))
+                last[place], begun = begun, begun + 1
                 continue
             pause, contents = step
-            trace.append(self.chain(contents))
-            heapq.heappush(waiting, (now + pause, number, session))
-        return trace
+            prompts.append(self.chain(contents))
+            times.append(now)
+            sessions.append(last[place])
+            heapq.heappush(waiting, (now + pause, place, session))
+        return Trace(prompts, times, _numbered(sessions))
 
     def chain(self, contents: list[int]) -> list[int]:
         """Ids of blocks with these contents, one after another."""
@@ -131,5 +204,4 @@ def _mixed(of: _Inventor) -> Iterator[tuple[float, list[int]]]:
     yield from of.random.choices(kinds, (6, 2, 10, 0.3))[0](of)
 
 
-_SESSIONS = 150
 SHAPES = {"chats": _chats, "agents": _agents, "rag": _rag, "mixed": _mixed}
