@@ -101,7 +101,7 @@ def test_an_interrupted_read_returns_soon_and_the_engine_goes_on(server: Server)
     engine.interrupt()
     begin = time.monotonic()
     assert engine.read({STREAM: BEGINNING}, wait_s=30, count=1) == []
-    assert time.monotonic() - begin < 1.0
+    assert time.monotonic() - begin < 10.0
     engine.append(STREAM, {b"c": b"x"})
     assert len(engine.read({STREAM: BEGINNING}, wait_s=30, count=1)) == 1
     engine.close()
@@ -351,9 +351,9 @@ def test_one_of_two_engines_is_killed_and_nobody_notices(
     server.kill()
     begin = time.monotonic()
     for _ in range(20):
-        b.sink.wait_next(0, a.source.put(), 1.0)
-    a.pod.fresh(1.0)
-    assert time.monotonic() - begin < 2.0
+        b.sink.wait_next(0, a.source.put())
+    a.pod.fresh(5.0)
+    assert time.monotonic() - begin < 10.0  # some 20 ms here; with a deadline for each batch it would be 20 s
     wait_until(lambda: [link.state for link in b.pod.statistics().links] == ["away", "up"])
     server.start()
     wait_until(lambda: [link.state for link in b.pod.statistics().links] == ["up", "up"])
@@ -368,9 +368,11 @@ def test_one_of_two_engines_hangs_and_nobody_notices(
     a, b = two(nodes, server, second)
     server.signal(signal.SIGSTOP)
     try:
+        begin = time.monotonic()
         for _ in range(20):
-            b.sink.wait_next(0, a.source.put(), 0.5)
-        a.pod.fresh(1.0)
+            b.sink.wait_next(0, a.source.put())
+        a.pod.fresh(5.0)
+        assert time.monotonic() - begin < 10.0
         assert b.sink.is_whole(0)
     finally:
         server.signal(signal.SIGCONT)
@@ -394,16 +396,16 @@ def test_with_a_hung_engine_no_call_outlasts_its_deadline(server: Server, nodes:
             begin = time.monotonic()
             with pytest.raises(EngineAwayError, match=rf"127.0.0.1:{server.port}: no answer within 0.3 s"):
                 call()
-            assert time.monotonic() - begin < 1.0
+            assert time.monotonic() - begin < 3.0
         a.source.put()
         begin = time.monotonic()
         with pytest.raises((FreshError, EngineAwayError)):
             a.pod.fresh(0.1)
         assert a.pod.lease(1, [b"k" * 16], 1.0, 0.05).held == (False,)
-        assert time.monotonic() - begin < 0.5
+        assert time.monotonic() - begin < 2.0
         begin = time.monotonic()
         assert a.pod.stop(5.0)
-        assert time.monotonic() - begin < 3.0
+        assert time.monotonic() - begin < 4.0
     finally:
         server.signal(signal.SIGCONT)
 
@@ -544,10 +546,10 @@ def test_a_lease_is_held_if_the_owner_says_so_in_time(server: Server, nodes: Cal
     assert ask.held == (True, False) and list(b.keeper.leases) == [(0, a.start, ask.number)]
     a.pod.release(ask)
     wait_until(lambda: not b.keeper.leases)
-    b.keeper.delay_s = 0.2
+    b.keeper.delay_s = 1.0
     begin = time.monotonic()
     assert a.pod.lease(1, [mine], 1.0).held == (False,)
-    assert time.monotonic() - begin < 0.15
+    assert time.monotonic() - begin < 0.9
     # The answer comes late, nobody waits for it, and the lease is given back.
     wait_until(lambda: b.keeper.granted == 2 and not b.keeper.leases)
     a.pod.touch(1, [mine, none])
