@@ -5,13 +5,14 @@
 
 #include <dirent.h>
 
-/* Wait for `count` completions. */
-static void drain(struct kvfs_queue *queue, struct kvfs_queue_completion *out, uint32_t count) {
+/* Wait for `count` completions. A failure names the line that waits. */
+#define drain(queue, out, count) drain_at(__LINE__, queue, out, count)
+static void drain_at(int line, struct kvfs_queue *queue, struct kvfs_queue_completion *out, uint32_t count) {
     struct pollfd fd = {.fd = kvfs_queue_fd(queue), .events = POLLIN};
     for (uint32_t have = 0; have < count;) {
-        CHECK_SAY(poll(&fd, 1, 60000) == 1, "%u of %u completions", have, count);
+        CHECK_SAY(poll(&fd, 1, 60000) == 1, "%u of %u completions, line %d", have, count, line);
         int n = kvfs_queue_drain(queue, out + have, count - have);
-        CHECK_SAY(n > 0, "%d: %s", n, kvfs_error());
+        CHECK_SAY(n > 0, "%d: %s, line %d", n, kvfs_error(), line);
         have += (uint32_t)n;
     }
 }
