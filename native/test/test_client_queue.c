@@ -5,13 +5,14 @@
 
 #include <dirent.h>
 
-/* Wait for `count` completions. */
-static void drain(struct kvfs_queue *queue, struct kvfs_queue_completion *out, uint32_t count) {
+/* Wait for `count` completions. A failure names the line that waits. */
+#define drain(queue, out, count) drain_at(__LINE__, queue, out, count)
+static void drain_at(int line, struct kvfs_queue *queue, struct kvfs_queue_completion *out, uint32_t count) {
     struct pollfd fd = {.fd = kvfs_queue_fd(queue), .events = POLLIN};
     for (uint32_t have = 0; have < count;) {
-        CHECK_SAY(poll(&fd, 1, 60000) == 1, "%u of %u completions", have, count);
+        CHECK_SAY(poll(&fd, 1, 60000) == 1, "%u of %u completions, line %d", have, count, line);
         int n = kvfs_queue_drain(queue, out + have, count - have);
-        CHECK_SAY(n > 0, "%d: %s", n, kvfs_error());
+        CHECK_SAY(n > 0, "%d: %s, line %d", n, kvfs_error(), line);
         have += (uint32_t)n;
     }
 }
@@ -348,6 +349,94 @@ static void test_batches_pass_one_another(void) {
     free(vectors);
     batch_free(b);
     close_queue(queue);
+    kvfs_close(client);
+    daemon_stop(false);
+}
+
+/* ---- a batch that comes at any moment of the reader ---- */
+
+/* A batch can come between any two looks of the reader, mostly for some ns. The Makefile links unlocks and waits to these. Behind the reader's n-th
+ * unlock of the queue's lock they submit a batch, before the reader goes on: as another thread's that runs just then. */
+static struct {
+    _Atomic(pthread_mutex_t *) lock; /* the queue's; NULL: not known yet */
+    atomic_int left;                 /* unlocks before the batch comes; below 1: none comes */
+    atomic_uint waits;               /* for work, of the queue's threads: the double has none such */
+    struct kvfs_queue *queue;
+    struct batch *batch;
+    struct kvfs_vector *vectors;
+} moment;
+static _Thread_local bool is_submitter, learns; /* learns: the lock is the next one that is unlocked */
+
+int __real_pthread_mutex_unlock(pthread_mutex_t *lock);
+int __real_pthread_cond_wait(pthread_cond_t *condition, pthread_mutex_t *lock);
+int __wrap_pthread_mutex_unlock(pthread_mutex_t *lock);
+int __wrap_pthread_cond_wait(pthread_cond_t *condition, pthread_mutex_t *lock);
+int __wrap_pthread_mutex_unlock(pthread_mutex_t *lock) {
+    int r = __real_pthread_mutex_unlock(lock);
+    if (learns)
+        atomic_store(&moment.lock, lock);
+    else if (!is_submitter && lock == atomic_load(&moment.lock) && atomic_fetch_sub(&moment.left, 1) == 1)
+        CHECK(kvfs_queue_get(moment.queue, &moment.batch->keys, moment.vectors, moment.batch->results) > 0);
+    return r;
+}
+int __wrap_pthread_cond_wait(pthread_cond_t *condition, pthread_mutex_t *lock) {
+    pthread_mutex_t *known = atomic_load(&moment.lock);
+    if (!known || lock == known)
+        atomic_fetch_add(&moment.waits, 1);
+    return __real_pthread_cond_wait(condition, lock);
+}
+
+static void wait_asleep(uint32_t threads) {
+    for (uint64_t until = milliseconds() + 60000; atomic_load(&moment.waits) < threads; usleep(100))
+        CHECK_SAY(milliseconds() < until, "%u of %u threads wait for work", atomic_load(&moment.waits), threads);
+}
+
+/* Blocks of both batches are there, or are not. Returns how many unlocks the reader takes for one. */
+static int at_each_moment(uint32_t first_key, int64_t result) {
+    static const uint64_t size = 5000;
+    struct kvfs_queue_completion done[3];
+    struct batch *first = batch_new(first_key, 1, &size, 1, 0), *second = moment.batch = batch_new(first_key + 1, 1, &size, 1, 0);
+    struct kvfs_vector *vectors = vectors_of(first);
+    moment.vectors = vectors_of(second);
+    int unlocks = 0;
+    for (bool came = true; came; unlocks++) {
+        atomic_store(&moment.waits, 0);
+        atomic_store(&moment.left, unlocks + 1);
+        CHECK(kvfs_queue_get(moment.queue, &first->keys, vectors, first->results) > 0);
+        wait_asleep(1); /* the reader: the writer has nothing to wake for */
+        came = atomic_exchange(&moment.left, 0) <= 0;
+        int n = kvfs_queue_drain(moment.queue, done, 3);
+        CHECK_SAY(n == 1 + came, "%d of %d completions while the reader sleeps: the last batch came behind unlock %d", n, 1 + came, unlocks + 1);
+        for (int i = 0; i < n; i++)
+            CHECK_SAY(done[i].result == result, "batch %lld: %lld, %s", (long long)done[i].id, (long long)done[i].result, done[i].error);
+    }
+    free(moment.vectors);
+    free(vectors);
+    batch_free(second);
+    batch_free(first);
+    return unlocks;
+}
+
+static void test_a_batch_that_comes_at_any_moment_is_read(void) {
+    static const uint64_t size = 5000;
+    pool_new(16384);
+    struct kvfs_client *client = connect_plain();
+    batch_free(put_batch(client, 0, 2, &size, 1, 1));
+    is_submitter = true;
+    for (uint32_t depth = 1; depth <= 2; depth++) { /* with one the reader does not look for others while it reads */
+        struct kvfs_queue_completion done;
+        atomic_store(&moment.waits, 0);
+        moment.queue = open_queue(client, depth);
+        wait_asleep(2);
+        learns = true;
+        CHECK(kvfs_queue_drain(moment.queue, &done, 0) == 0);
+        learns = false;
+        int misses = at_each_moment(100, 0), hits = at_each_moment(0, 1);
+        CHECK_SAY(misses > 5 && hits > 5, "%d and %d unlocks", misses, hits);
+        atomic_store(&moment.lock, NULL);
+        close_queue(moment.queue);
+    }
+    is_submitter = false;
     kvfs_close(client);
     daemon_stop(false);
 }
@@ -713,6 +802,7 @@ int main(void) {
     RUN(test_puts_are_joined_and_in_order);
     RUN(test_depth);
     RUN(test_batches_pass_one_another);
+    RUN(test_a_batch_that_comes_at_any_moment_is_read);
     RUN(test_bounds);
     RUN(test_silent_device);
     RUN(test_daemon_dies);

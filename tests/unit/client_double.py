@@ -160,7 +160,7 @@ class WireClient:
         assert kind == HELLO and status == 0, (status, payload)
         (
             version, self.writable, self.uuid, self.epoch, self.secret, self.zone_size, self.stripe_unit, self.width,
-            segments, devices, self.reservation_ms,
+            segments, devices, self.reservation_ms, _, _,
         ) = struct.unpack_from("<II16sQQQQIIIIII", payload)  # fmt: skip
         assert version == self.version
         self.zones_offset = struct.unpack_from(f"<{devices}Q", payload, 80)

@@ -179,12 +179,12 @@ static bool read_begin(struct kvfs_queue *queue, struct get_loop *loop, struct q
     return true;
 }
 
-/* Wait for a block, or a batch that the lane has room for. True while there is more to do. */
+/* Wait for a block, or a batch that the lane has room for. True while blocks are to be read. */
 static bool read_wait(struct kvfs_queue *queue, struct get_loop *loop, bool may_begin) {
     struct ring *ring = &loop->lane->ring;
     uint64_t value;
     pthread_mutex_lock(&queue->lock);
-    bool asleep = may_begin && get_wants(loop), more_waits = asleep && queue->reads.first && !queue->stopping;
+    bool asleep = may_begin && get_wants(loop), waits = asleep && queue->reads.first && !queue->stopping;
     queue->reader_asleep = asleep;
     bool stopping = queue->stopping;
     pthread_mutex_unlock(&queue->lock);
@@ -192,14 +192,13 @@ static bool read_wait(struct kvfs_queue *queue, struct get_loop *loop, bool may_
         get_cancel(loop);
     if (asleep)
         ring_poll(ring, queue->wake, POLL_WAKE, false);
-    bool more = get_step(loop, more_waits ? 0 : 1000000000);
+    bool more = get_step(loop, waits ? 0 : 1000000000);
     pthread_mutex_lock(&queue->lock);
     queue->reader_asleep = false;
-    more_waits = may_begin && queue->reads.first && !queue->stopping;
     pthread_mutex_unlock(&queue->lock);
     if (asleep && !(ring->armed & 1u << POLL_WAKE) && read(queue->wake, &value, sizeof(value)) < 0)
         assert(errno == EAGAIN);
-    return more || more_waits;
+    return more;
 }
 
 /* Another user of the lane must not wait for our poll. */
@@ -218,10 +217,10 @@ static void poll_end(struct kvfs_queue *queue, struct ring *ring) {
 static struct queued *reads_run(struct kvfs_queue *queue, struct queued *batch) {
     struct get_loop loop = {.depth = queue->depth};
     struct queued *moved = NULL;
-    bool more = true;
+    bool more;
     if (!batch)
         batch = read_take(queue);
-    while (more) {
+    do {
         for (; batch && !moved; batch = loop.lane && !get_wants(&loop) ? NULL : read_take(queue)) {
             if (!read_begin(queue, &loop, batch)) {
                 moved = batch;
@@ -234,7 +233,7 @@ static struct queued *reads_run(struct kvfs_queue *queue, struct queued *batch) 
             return NULL;
         more = read_wait(queue, &loop, !moved);
         batch = !moved && get_wants(&loop) ? read_take(queue) : NULL;
-    }
+    } while (more || batch); /* the take decides: a batch may have come since any earlier look, and what was taken is nobody else's */
     struct connection *connection = loop.lane->connection;
     poll_end(queue, &loop.lane->ring);
     lane_give(loop.lane);
