@@ -129,6 +129,10 @@ class PodMap:
         """The map's memory, for readers in other processes. The map keeps it."""
         return cast(int, lib.kvfs_pod_fd(self._pod))
 
+    def wait_on_misses(self, on: bool) -> None:
+        """Look-ups through mounts that find nothing come to Python, which waits for news."""
+        lib.kvfs_foreign_wait(self._plane, int(on))
+
     # ---- look-ups ----
 
     def find(self, parent: InodeNumber, name: bytes) -> Foreign | None:

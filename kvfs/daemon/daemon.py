@@ -75,7 +75,7 @@ async def serve(options: MountOptions, mountpoint: str | None, reporter: Reporte
         podmap = store.plane.pod
         foreign = None if podmap is None else ForeignNames(store, podmap)
         namespace = Namespace(store, foreign)
-        daemon.join(store)
+        daemon.join(store, foreign)
         clients = Clients(store, namespace, feed_size())
         clients.fresh = daemon.fresh
         control = ControlServer(options.pool, daemon.commands(), clients.serve)
@@ -138,12 +138,14 @@ class Daemon:
             on_wait=reporter.info,
         )
 
-    def join(self, store: Store) -> None:
+    def join(self, store: Store, foreign: ForeignNames | None) -> None:
         """Make this node's part of a pod, if the pool is one. MissingFeatureError, UsageError."""
         if store.config.pod is not None:
             from kvfs.daemon.pod import PodNode  # and with it the engine's client: a pool of one node needs neither
 
             self._pod = PodNode(store)
+            if store.config.pod.lookup_wait_ms and foreign is not None:
+                foreign.wait_for_news = self._pod.wait_for_news
 
     @property
     def fresh(self) -> Callable[[], None] | None:

@@ -140,6 +140,9 @@ class PodNode:
         self._nursery: trio.Nursery | None = None
         self._token: trio.lowlevel.TrioToken | None = None
         self._source = NewsSource(podmap)
+        self._lookup_wait_s = pod.lookup_wait_ms / 1000
+        self._asking, self._asked_next = False, trio.Event()
+        podmap.wait_on_misses(pod.lookup_wait_ms > 0)
         urls = parse_urls(pod.engine)
         password = Path(pod.password_file) if pod.password_file else None
         make = make_engine or _redis
@@ -274,6 +277,31 @@ class PodNode:
     def fresh(self) -> None:
         """Return once all is here that living nodes had when this was called. Blocks. FreshError, EngineAwayError."""
         self._pod.fresh()
+
+    async def wait_for_news(self) -> None:
+        """Return once all is here that living nodes had when this was called, or after the pool's lookup_wait_ms. All
+        who wait share what they wait for."""
+        waiting = self._asked_next
+        if not self._asking:
+            self._soon_ask()
+        with trio.move_on_after(self._lookup_wait_s):
+            await waiting.wait()
+
+    def _soon_ask(self) -> None:
+        if self._nursery is not None:
+            self._asking = True
+            self._nursery.start_soon(self._ask_for_news)
+
+    async def _ask_for_news(self) -> None:
+        """One barrier at a time, for all who came before it began."""
+        while True:
+            asked, self._asked_next = self._asked_next, trio.Event()
+            with suppress(KvfsError):  # an owner or the engine gave no answer: the look-up is a miss
+                await trio.to_thread.run_sync(self._pod.fresh, self._lookup_wait_s)
+            asked.set()
+            if not self._asked_next.statistics().tasks_waiting:
+                self._asking = False
+                return
 
     # ---- numbers ----
 

@@ -86,7 +86,7 @@ class Operations(pyfuse3.Operations):
 
     @_answers
     async def lookup(self, parent_inode: int, name: bytes, ctx: RequestContext) -> EntryAttributes:
-        return attributes(self._namespace.lookup(InodeNumber(parent_inode), name))
+        return attributes(await self._namespace.lookup_fresh(InodeNumber(parent_inode), name))
 
     @_answers
     async def getattr(self, inode: int, ctx: RequestContext) -> EntryAttributes:

@@ -136,6 +136,18 @@ class Namespace:
 
     # ---- other nodes ----
 
+    async def lookup_fresh(self, parent: InodeNumber, name: bytes) -> Inode:
+        """As lookup(), of other nodes' blocks too. Where the pool says so, a miss waits for news first."""
+        foreign = self._foreign
+        try:
+            return self.lookup(parent, name)
+        except NotFoundError:
+            if foreign is None or foreign.wait_for_news is None:
+                raise
+        await foreign.wait_for_news()
+        found = foreign.entry(parent, name)
+        return self.lookup(parent, name) if found is None else found
+
     @step
     def _enter_foreign(self, parent: InodeNumber, name: bytes) -> Inode | None:
         """Make a directory that another node has. It is told to nobody before something is made in it."""

@@ -7,11 +7,12 @@ it is to tell everybody. A directory has the same inode number on every node, so
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import stat
+from collections.abc import Awaitable, Callable
 
 from kvfs.errors import KvfsError, StaleInodeError
 from kvfs.podmap import Foreign, PodMap
-from kvfs.record import Inode, InodeFlags, split_records
+from kvfs.record import Inode, InodeFlags, Kind, split_records
 from kvfs.store.store import Store
 from kvfs.types import EPOCH_MAX, InodeNumber
 
@@ -25,6 +26,8 @@ class ForeignNames:
     def __init__(self, store: Store, podmap: PodMap) -> None:
         self._plane, self._map, self._sealing = store.plane, podmap, store.sealing
         self._secret, self._end_page = store.config.secret, store.segments.geometry.end_page
+        # Waits for the news of all nodes; None: look-ups that miss do not wait.
+        self.wait_for_news: Callable[[], Awaitable[None]] | None = None
 
     def directory(self, parent: InodeNumber, name: bytes) -> Foreign | None:
         """The directory of this name at another node."""
@@ -38,6 +41,16 @@ class ForeignNames:
         """The block of this name at another node."""
         found = self._map.find(parent, name)
         return None if found is None or found.directory else found
+
+    def entry(self, parent: InodeNumber, name: bytes) -> Inode | None:
+        """What a look-up says of another node's block of this name."""
+        found = self.block(parent, name)
+        if found is None:
+            return None
+        return Inode(
+            inode=found.inode, parent=parent, name=name, kind=Kind.FILE, mode=stat.S_IFREG | found.mode & 0o7777,
+            uid=found.uid, gid=found.gid, size=found.size, flags=InodeFlags.SEALED,
+        )  # fmt: skip
 
     def unlink(self, parent: InodeNumber, name: bytes) -> bool:
         """Remove a block's name; every node is told. False: no other node has one."""

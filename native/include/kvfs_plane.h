@@ -329,6 +329,8 @@ void kvfs_feed_stop(struct kvfs_plane *plane);
 
 /* The pool is a pod, and this node has that slot. Call it before anything is served. -EINVAL, -ENOMEM, or an error of memfd_create(2). */
 int kvfs_plane_join(struct kvfs_plane *plane, uint32_t slot, uint32_t nodes, uint32_t lot, uint64_t entries_max, uint64_t news_bytes, uint64_t start);
+/* A look-up through a mount that finds nothing goes on to Python, which waits for news. */
+void kvfs_foreign_wait(struct kvfs_plane *plane, int on);
 struct kvfs_pod *kvfs_plane_pod(struct kvfs_plane *plane); /* the plane's; NULL: the pool is no pod */
 struct kvfs_news *kvfs_plane_news(struct kvfs_plane *plane);
 /* What the name leads to at other nodes. 0: a block; 1: a directory; -ENOENT; -EAGAIN: try again. */

@@ -417,6 +417,7 @@ struct kvfs_plane {
     struct kvfs_news *news;
     struct foreign_known *known;
     struct tombstones *tombstones;
+    atomic_bool waits_for_news; /* look-ups that miss */
     struct flush *flushes, *flushes_last; /* waiting for room; within a step */
     struct reservations reservations;
     struct arena staging, staging_small, reading, reading_small;

@@ -149,6 +149,8 @@ void foreign_leave(struct kvfs_plane *plane) {
     plane->known = NULL;
 }
 
+void kvfs_foreign_wait(struct kvfs_plane *plane, int on) { atomic_store(&plane->waits_for_news, on != 0); }
+
 struct kvfs_pod *kvfs_plane_pod(struct kvfs_plane *plane) { return plane->pod; }
 
 struct kvfs_news *kvfs_plane_news(struct kvfs_plane *plane) { return plane->news; }

@@ -94,6 +94,8 @@ static void do_lookup(struct server *server, struct fuse_in_header *in) {
     int r = kvfs_table_find_name(plane->table, in->nodeid, name, (uint32_t)name_size, &record);
     if (r == -ENOENT)
         r = foreign_look(plane, in->nodeid, name, (uint32_t)name_size, &record);
+    if (r == -ENOENT && plane->pod && atomic_load_explicit(&plane->waits_for_news, memory_order_relaxed))
+        r = -EAGAIN;
     if (r == -EAGAIN || r == 1 || (r == 0 && record.flags & KVFS_INODE_ASK)) { /* 1: Python enters a directory of another node here */
         mux_forward(server, 0, name_hash(plane, in->nodeid, name, name_size));
         return;

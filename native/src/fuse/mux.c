@@ -3,6 +3,7 @@
  *
  * The kernel's INIT never gets here: the session has one constant INIT of its own. Python's file handle is the inode number; the kernel's handles are
  * ours. */
+#include "pod/foreign.h"
 #include "fuse/fuse.h"
 
 #include <fcntl.h>
@@ -474,7 +475,8 @@ static void attr_patch(struct kvfs_plane *plane, struct fuse_attr_out *out) {
 static void entry_patch(struct kvfs_plane *plane, struct transport *transport, struct fuse_entry_out *out) {
     bool staged = overlay_attr(plane, out->nodeid, &out->attr);
     out->generation = 0;
-    entry_timeouts(transport, &out->attr, staged, out);
+    if (!is_foreign(out->nodeid))
+        entry_timeouts(transport, &out->attr, staged, out);
 }
 
 /* Finds a listed name in the table. False: the table cannot say, or another block has the name by now. This is no use of the block. */
