@@ -7,7 +7,7 @@
  *
  * Rules of versions. `here` is applied if its version is higher than the entry's. Of equal versions the segment of the higher generation counts, then
  * the higher page. `gone` is applied if its version is not lower; it is remembered for a while, so that late news of lower versions is refused.
- * A `here` whose place has ended meanwhile, or for which there is no room, still ends an entry of a lower version: a miss, never old content.
+ * A `here` may come too late for its place, or find no room. It still ends an entry of a lower version: a miss, never old content.
  */
 #ifndef KVFS_POD_H
 #define KVFS_POD_H
@@ -27,7 +27,7 @@ struct kvfs_pod;
 #define KVFS_POD_EXTENTS (1u << 31)
 
 struct kvfs_pod_config {
-    uint64_t entries_max;   /* beyond it entries of the lowest versions make room; 1 to 2^34 */
+    uint64_t entries_max;   /* beyond it entries of the lowest versions make room; 1 to 2^34. 26 bytes each, soon used: keys are random */
     uint64_t secret;        /* the pool's */
     uint32_t segment_count; /* 1 to 2^22 */
     uint32_t segment_pages; /* 2 to 2^24; segment_count * segment_pages is at most 2^43 */
@@ -53,7 +53,7 @@ struct kvfs_pod_found {
     uint32_t reserved;
 };
 
-/* What `here` and `directory here` say of one key. */
+/* One key, as `here` and `directory here` tell of it. */
 struct kvfs_pod_entry {
     uint64_t key_low;
     uint64_t key_high;
@@ -92,7 +92,7 @@ struct kvfs_pod_statistics {
     uint64_t refused;     /* records without room: every entry of their two buckets was of a higher version */
     uint64_t shapes_full; /* records of a new shape while all shapes were in use */
     uint64_t displaced;   /* entries that moved to their other bucket */
-    uint64_t lives;       /* that ended */
+    uint64_t lives;       /* ended ones, of segments */
     uint64_t swept;       /* entries that the sweep removed */
     uint64_t sweeps;      /* whole ones */
     uint64_t waiting;     /* refusals of a new life because the sweep lagged behind its segment's lives */
@@ -125,8 +125,8 @@ uint32_t kvfs_pod_owner(const struct kvfs_pod *pod, uint32_t segment);
 /* 0: applied, or known already. -ESTALE: an entry, a `gone` or the segment has something newer. -EPERM: the segment is of another slot than
  * entry->slot, or of this node. -EINVAL: place or shape cannot be. -ENOSPC: no room. -EAGAIN: its segment waits for the sweep. */
 int kvfs_pod_put(struct kvfs_pod *pod, const struct kvfs_pod_entry *entry);
-/* `gone`: 0, or -ESTALE if the entry has a higher version. Also for a name of this node that hides an entry: first change the block table, then
- * call this with the name's version. */
+/* `gone`: 0, or -ESTALE if the entry has a higher version. Also for a name of this node that comes over an entry. Change the block table first; then,
+ * if kvfs_pod_version() is not 0, call this with the name's version. -ESTALE: this node's name is the one that loses. */
 int kvfs_pod_remove(struct kvfs_pod *pod, uint64_t key_low, uint64_t key_high, uint64_t version);
 /* The entry goes if it still has this place: a read there failed its proofs. 0, or -ENOENT. The owner's repeat may bring it again. */
 int kvfs_pod_forget(struct kvfs_pod *pod, uint64_t key_low, uint64_t key_high, uint32_t segment, uint32_t page);
@@ -322,7 +322,7 @@ void kvfs_news_life(struct kvfs_news *news, uint32_t segment, uint64_t generatio
  * Call again until 0; then wait until next_due_ns or for the eventfd. One thread at a time. */
 int64_t kvfs_news_take(struct kvfs_news *news, uint64_t now_ns, void *out, uint64_t capacity, struct kvfs_news_taken *taken);
 /* Pack a batch of what the table has, as `here` and `directory here`: an owner repeats everything. *slot is 0 to begin with, and belongs to the
- * repeat. Returns as take does; 0: that was all. What changes meanwhile is in the queue, so take from it afterwards or in between. Without KEYED. */
+ * repeat. Returns as take does; 0: that was all. Later changes are in the queue, so take from it afterwards or in between. Without KEYED. */
 int64_t kvfs_news_repeat(struct kvfs_news *news, const struct kvfs_table *table, uint64_t *slot, void *out, uint64_t capacity,
                          struct kvfs_news_taken *taken);
 /* All that was added before this call, hidden names aside, is due now. Any thread; wakes the eventfd. */

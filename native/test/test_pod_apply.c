@@ -3,6 +3,8 @@
  * that displaces entries, ends lives and uses segments again miss nothing that stays, and find nothing that never was. */
 #include "pod/pod_layout.h"
 
+#include <sched.h>
+
 #include "check.h"
 
 #define SECRET 42
@@ -534,6 +536,82 @@ static void test_readers_miss_nothing_that_stays(void) {
     kvfs_pod_destroy(pod);
 }
 
+/* ---- one key, stored here and on another node at once ---- */
+
+#if defined(__SANITIZE_THREAD__)
+#define MEETINGS 3000u
+#else
+#define MEETINGS 10000u
+#endif
+static struct kvfs_table *own_table;
+static _Atomic uint32_t own_round, own_done;
+static _Atomic int own_lost;
+
+static uint64_t own_version(uint32_t round) { return 10 * round + (round / 4 % 2 ? 3 : 7); }
+
+/* Awake for a while, so that the two meet; others want the CPU too. */
+static void wait_for(_Atomic uint32_t *place, uint32_t value) {
+    for (uint32_t spins = 0; atomic_load(place) != value; spins++)
+        if (spins > 5000)
+            sched_yield();
+}
+
+static void *store_own(void *argument) {
+    for (uint32_t round = 1; round <= MEETINGS; round++) {
+        uint64_t low, high;
+        int lost = 0;
+
+        wait_for(&own_round, round);
+        key_of(round, &low, &high);
+        put_own(own_table, round, 100 + round, own_version(round), KVFS_KIND_FILE, KVFS_INODE_SEALED);
+        if (kvfs_pod_version(pod, low, high))
+            lost = kvfs_pod_remove(pod, low, high, own_version(round)) == -ESTALE;
+        atomic_store(&own_lost, lost);
+        atomic_store(&own_done, round);
+    }
+    return argument;
+}
+
+static void test_of_two_that_store_one_key_at_once_one_learns_that_it_lost(void) {
+    uint32_t told_here = 0, told_there = 0, withdrawn = 0;
+    pthread_t thread;
+    struct kvfs_pod_found found;
+
+    create(2 * MEETINGS);
+    CHECK(kvfs_table_create(2 * MEETINGS, SECRET, 1, &own_table) == 0);
+    kvfs_table_set_complete(own_table, 1);
+    atomic_store(&own_round, 0);
+    CHECK(pthread_create(&thread, NULL, store_own, NULL) == 0);
+    for (uint32_t round = 1; round <= MEETINGS; round++) {
+        uint64_t other = 10 * round + 5;
+
+        begin();
+        uint16_t s = segment(5, 100, 0), file = shape(8192, 1, 0100644);
+        record(KVFS_POD_HERE, round, other, s, 9, file);
+        uint64_t size = finish();
+        atomic_store(&own_round, round);
+        if (round % 4 == 0)
+            wait_for(&own_done, round);
+        for (uint32_t wait = round * 7 % 1000; wait--;) /* now one is earlier, now the other */
+            __asm__ volatile("");
+        CHECK(apply(size, own_table) == 0);
+        wait_for(&own_done, round);
+        if (own_version(round) < other) {
+            CHECK_SAY(applied.conflict_count == 1 || atomic_load(&own_lost), "round %u: nobody knows", round);
+            CHECK(find(round, &found) == 0);
+            told_here += applied.conflict_count;
+            told_there += (uint32_t)atomic_load(&own_lost);
+        } else {
+            CHECK_SAY(find(round, &found) == -ENOENT, "round %u: an older one stays", round);
+            withdrawn += applied.own;
+        }
+    }
+    CHECK(pthread_join(thread, NULL) == 0);
+    printf("   %u conflicts told by apply, %u by the own store; %u records met a newer block\n", told_here, told_there, withdrawn);
+    kvfs_table_destroy(own_table);
+    kvfs_pod_destroy(pod);
+}
+
 int main(void) {
     RUN(test_records_are_applied_or_skipped_for_a_reason);
     RUN(test_gone_and_ended_take_away);
@@ -543,5 +621,6 @@ int main(void) {
     RUN(test_every_flipped_byte_is_refused);
     RUN(test_signed_nonsense_does_no_harm);
     RUN(test_readers_miss_nothing_that_stays);
+    RUN(test_of_two_that_store_one_key_at_once_one_learns_that_it_lost);
     return 0;
 }

@@ -389,7 +389,7 @@ static void test_a_tag_comes_again_after_a_sweep(void) {
                 CHECK(find(pod, before, &found) == -ENOENT);
         }
         CHECK(round == 0 ? waited == 0 && statistics(pod).sweeps > 0 : waited == statistics(pod).waiting);
-        /* What waited goes on after the sweep. */
+        /* A segment that waited goes on after the sweep. */
         while (statistics(pod).sweeps < 20)
             kvfs_pod_sweep(pod, pod->constants.buckets);
         struct kvfs_pod_entry entry = entry_of(5000, 5000, 5, 5000, 1);

@@ -92,7 +92,7 @@ static bool is_above(const struct step *steps, int at, uint64_t bucket) {
 }
 
 /* Entries move from the end of the way to its beginning, so that none is ever nowhere. Returns the place that is free then: in one of the key's own
- * buckets. What it held is a copy that nobody misses. */
+ * buckets. It held a copy that nobody misses. */
 static struct pod_slot move_along(struct kvfs_pod *pod, const struct step *steps, int at, int index, struct pod_slot to) {
     take_over(pod, to);
     for (;;) {

@@ -9,7 +9,7 @@
  * - A directory is an entry whose shape's mode says so. Its place is the slot of the node that announced it.
  * - Shape 4095 is the memory of a `gone`; its place is the second when it was told. It is a miss, and may make room.
  *
- * Two buckets are possible for a key (cuckoo hashing): the first follows from the low half, the second is (H - first) modulo the count of buckets.
+ * A key may be in two buckets (cuckoo hashing). The first follows from the low half; the second is (H - first) modulo the count of buckets.
  * H follows from the fingerprint. So the other bucket of an entry follows from the entry and its bucket alone: the low half is stored nowhere.
  * The mask is of the fingerprint for the same reason: the sweep and the search for room decode entries whose keys they do not know.
  * A look-up compares 64 bits in one of two buckets of many: some 90 bits of the key. The rest is proved by what is read at the place.
@@ -22,8 +22,8 @@
  *   at the move count again: a miss counts if it is the same as before the search.
  * - A segment's new life: tag, then generation. A reader loads tag, generation, tag; the end of a life is one bit of the generation.
  * - A shape is written over after no entry has it, so a reader that finds its entry unchanged has read the entry's own shape.
- * - A tag comes again after 256 lives. Dead entries of its first use must be gone by then: a segment goes from one half of the tags to the other only
- *   if the sweep has looked at the whole map since the segment left that half. Else its new life waits.
+ * - A tag comes again after 256 lives. Dead entries of its first use must be gone by then. So a segment enters a half of the tags
+ *   only if a whole sweep has begun and ended since it left that half. Else its new life waits.
  *
  * Readers check what they load against limits, computed once from a header with a valid checksum. Writers rely on shared memory too: the seals let no
  * other process write.
@@ -207,10 +207,10 @@ static inline void pod_lay_out(struct kvfs_pod *pod) {
 #define POD_PARITY_SHIFT 63 /* beside a version: the parity of the repeat in which its slot said so */
 #define POD_VERSION_MASK ((UINT64_C(1) << POD_NUMBER_BITS) - 1)
 
-/* What the writer alone knows of a segment. */
+/* A segment, as the writer alone knows it. */
 struct pod_life {
     uint32_t entries;     /* of this life */
-    uint32_t sweeps : 31; /* that must be whole before the tag goes to its other half */
+    uint32_t sweeps : 31; /* whole ones before the tag may go to its other half */
     uint32_t used : 1;    /* an entry has had this tag */
 };
 

@@ -10,6 +10,7 @@
 
 /* A new life that would wait may bring the sweep forward by so much: some milliseconds. */
 #define SWEEP_AT_ONCE (UINT64_C(1) << 16)
+#define WALKS_MAX 4
 #define SLICE 1024u /* buckets that are looked at under one hold of the mutex */
 /* Younger than this a memory of `gone` goes only to make room. Owners repeat what is at most ten minutes old. */
 #define GONE_SECONDS 900
@@ -456,15 +457,24 @@ int kvfs_pod_repeat_begin(struct kvfs_pod *pod, uint32_t slot) {
         writer->repeat_parity[slot] ^= 1;
     writer->repeating[slot] = 1;
     pod_unlock(pod);
-    /* What an interrupted repeat confirmed is unconfirmed again. */
+    /* An interrupted repeat has confirmed nothing. */
     if (again)
         walk(pod, slot, writer->repeat_parity[slot], false);
     return 0;
 }
 
+static uint64_t displaced(struct kvfs_pod *pod) {
+    uint64_t count;
+
+    pod_lock(pod);
+    count = pod->writer->count.displaced;
+    pod_unlock(pod);
+    return count;
+}
+
 uint64_t kvfs_pod_repeat_end(struct kvfs_pod *pod, uint32_t slot) {
     struct pod_writer *writer = pod->writer;
-    uint64_t count;
+    uint64_t count = 0, moved = UINT64_MAX;
     bool begun;
 
     assert(writer);
@@ -475,7 +485,11 @@ uint64_t kvfs_pod_repeat_end(struct kvfs_pod *pod, uint32_t slot) {
     pod_unlock(pod);
     if (!begun)
         return 0;
-    count = walk(pod, slot, writer->repeat_parity[slot] ^ 1u, true);
+    /* An entry that moves while the walk passes may evade it: some of a million in the first walk, none in the next. */
+    for (int walks = 0; walks < WALKS_MAX && moved != displaced(pod); walks++) {
+        moved = displaced(pod);
+        count += walk(pod, slot, writer->repeat_parity[slot] ^ 1u, true);
+    }
     pod_lock(pod);
     writer->repeating[slot] = 0;
     pod_unlock(pod);

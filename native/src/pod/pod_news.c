@@ -213,7 +213,7 @@ static void held_remove(struct kvfs_news *news, uint32_t number) {
 
 static bool is_here(uint8_t kind) { return kind == KVFS_POD_HERE || kind == KVFS_POD_DIRECTORY_HERE; }
 
-/* A later item of a key that is held. What stood there before both is what the first of them says. */
+/* A later item of a key that is held. The first of them says whether anything stood there before both. */
 static void merge(struct kvfs_news *news, uint32_t number, const struct kvfs_news_item *item, uint64_t due_ns) {
     struct held *held = &news->held[number];
     uint8_t first = is_here(held->item.kind) ? held->item.flags & KVFS_NEWS_FIRST : 0;
@@ -377,7 +377,7 @@ static int64_t write_batch(struct kvfs_news *news, const struct packing *packing
 
 static bool is_due(const struct kvfs_news *news, uint64_t now, bool full) { return news->count && (full || news->held[news->heap[0]].due_ns <= now); }
 
-/* What is due goes, in order. Where there is no room in the queue, a whole batch goes, due or not. */
+/* Due items go, in order. Where there is no room in the queue, a whole batch goes, due or not. */
 static int64_t pack(struct kvfs_news *news, uint64_t now, bool full, void *out, struct kvfs_news_taken *taken) {
     struct packing *packing = news->packing;
     int64_t size = 0;
