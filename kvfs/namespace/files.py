@@ -235,14 +235,17 @@ class Namespace:
         """Sizes as clients expect them of a cache that evicts: what it may drop is as good as free.
 
         Use is reported as at most USED_PERCENT_MAX unless more is pinned or in slabs: SGLang deletes files from 80% on,
-        others stop storing.
+        others stop storing. In a pod the sizes are those of the whole pool, filled as this node's part is.
         """
-        space = self._store.space()
+        space, segments = self._store.space(), self._store.segments
         blocks = space.size // PAGE_SIZE
         kept = (space.pinned + space.slabs) // PAGE_SIZE
         used = max(kept, min(space.used // PAGE_SIZE, blocks * USED_PERCENT_MAX // 100))
         free_inodes = max(space.inodes_max - space.inodes, 0)
-        return FilesystemSpace(blocks, max(blocks - used, 0), space.inodes + free_inodes, free_inodes)
+        nodes = len(segments.all) / len(segments.own)
+        return FilesystemSpace(
+            int(blocks * nodes), int(max(blocks - used, 0) * nodes), space.inodes + free_inodes, free_inodes
+        )
 
     def readlink(self, number: InodeNumber) -> bytes:
         inode = self.get(number)
