@@ -237,12 +237,12 @@ class Namespace:
         Use is reported as at most USED_PERCENT_MAX unless more is pinned or in slabs: SGLang deletes files from 80% on,
         others stop storing. In a pod the sizes are those of the whole pool, filled as this node's part is.
         """
-        space, segments = self._store.space(), self._store.segments
+        space = self._store.space()
         blocks = space.size // PAGE_SIZE
         kept = (space.pinned + space.slabs) // PAGE_SIZE
         used = max(kept, min(space.used // PAGE_SIZE, blocks * USED_PERCENT_MAX // 100))
         free_inodes = max(space.inodes_max - space.inodes, 0)
-        nodes = len(segments.all) / len(segments.own)
+        nodes = 1 if self._foreign is None else self._foreign.parts
         return FilesystemSpace(
             int(blocks * nodes), int(max(blocks - used, 0) * nodes), space.inodes + free_inodes, free_inodes
         )

@@ -26,6 +26,8 @@ class ForeignNames:
     def __init__(self, store: Store, podmap: PodMap) -> None:
         self._plane, self._map, self._sealing = store.plane, podmap, store.sealing
         self._secret, self._end_page = store.config.secret, store.segments.geometry.end_page
+        # How many times this node's part the pool is.
+        self.parts = len(store.segments.all) / len(store.segments.own)
         # Waits for the news of all nodes; None: look-ups that miss do not wait.
         self.wait_for_news: Callable[[], Awaitable[None]] | None = None
 
