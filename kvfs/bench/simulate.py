@@ -342,7 +342,7 @@ def _say(result: Result) -> None:
 
 def _name(result: Result) -> str:
     if result.policy == SEPARATE:
-        return f"{result.nodes} {SEPARATE}"
+        return f"{result.nodes} separate pool{'s' if result.nodes > 1 else ''}"
     return f"pod of {result.nodes}" if result.policy == POD else result.policy
 
 
