@@ -1,4 +1,4 @@
-"""What C says of bytes by themselves: whether records that come from a device can have been written, and checksums."""
+"""Bytes as C judges them by themselves: whether records that come from a device can have been written, and checksums."""
 
 from __future__ import annotations
 

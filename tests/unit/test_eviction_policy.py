@@ -17,8 +17,8 @@ from kvfs.store.fsck import fsck
 from kvfs.store.segment import State
 from kvfs.store.store import Store
 
-# Sparse: 64 MiB have 16,384 leaves, so a header of this many pages and no data.
-BIG, HEADER_PAGES = 64 << 20, 18
+# Sparse: 32 MiB have 8,192 leaves, so a header of this many pages and no data.
+BIG, HEADER_PAGES = 32 << 20, 18
 
 
 def closed(segments: dict[int, list[Use]], live_share: float = 1.0) -> dict[int, Contents]:
@@ -191,7 +191,7 @@ def test_to_evict_all_ends_where_pinned_blocks_fill_more_than_half_a_segment_eac
     async def work(store: Store) -> None:
         pages = store.segments.area * 35 // 100  # two in a segment, and no third
         for i in range(8):
-            pinned = await write(store, b"p%d" % i, pages * 1024 * 4096)  # 4 bytes of header for each 4 KiB
+            pinned = await write(store, b"p%d" % i, pages * 512 * 4096)  # 8 bytes of header for each 4 KiB
             await store.blocks.pin(pinned.inode)
             await write(store, b"q%d" % i)
         with trio.fail_after(20):

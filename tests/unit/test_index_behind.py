@@ -74,7 +74,7 @@ def test_a_full_pool_whose_index_stands_still_says_so(tmp_path: Path, monkeypatc
         try:
             with pytest.raises(KvfsError) as caught:
                 for number in range(1000):  # headers of half a megabyte
-                    await write(store, b"%d" % number, 1 << 29)
+                    await write(store, b"%d" % number, 1 << 28)
             assert caught.value.errno == errno.EIO and "index" in str(caught.value)
             assert store.segments.waits_for_commit
             places = await reserve(store, holder, [b"%d" % number for number in range(40)], 1 << 20, timeout_s=1.0)
@@ -82,7 +82,7 @@ def test_a_full_pool_whose_index_stands_still_says_so(tmp_path: Path, monkeypatc
         finally:
             released.set()
         await store.sync()
-        await write(store, b"after", 1 << 29)
+        await write(store, b"after", 1 << 28)
         store.reservations.take_back_all(holder)
 
     with_store(make_pool(tmp_path), work)

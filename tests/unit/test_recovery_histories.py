@@ -30,7 +30,7 @@ KINDS = (
 )
 NAMES = [b"n%d" % i for i in range(12)]
 # Sparse files: their headers alone take a page or a whole part of a segment.
-SIZES = [4096, 8 << 20, 64 << 20, 256 << 20]
+SIZES = [4096, 8 << 20, 64 << 20, 128 << 20]
 
 
 @dataclass

@@ -166,7 +166,7 @@ def test_a_failing_write_goes_to_other_segments(tmp_path: Path) -> None:
 def test_a_file_whose_header_fits_in_no_segment_is_refused_when_it_is_written(pool: Path) -> None:
     async def work(store: Store) -> None:
         area = store.segments.area
-        largest = 512 * store.segments.geometry.segment_size
+        largest = 256 * store.segments.geometry.segment_size
         inode = make(store, ROOT_INODE, b"x")
         with pytest.raises(PlaneError) as refused:
             store.plane.file_truncate(inode.inode, largest + 1)

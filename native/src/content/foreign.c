@@ -3,9 +3,6 @@
 #include "base/wire_format.h"
 #include "content/content.h"
 
-/* Hits order eviction, and that is slow. */
-#define HIT_HOLD_NS 1000000000u
-
 int foreign_look(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t name_size, struct kvfs_record *out) {
     if (!plane->pod)
         return -ENOENT;
@@ -47,13 +44,6 @@ bool foreign_moved(struct kvfs_plane *plane, struct node *node, const struct kvf
     *node->foreign = now;
     pthread_mutex_unlock(&node->lock);
     return true;
-}
-
-void foreign_hit(struct kvfs_plane *plane, const struct kvfs_record *record) {
-    const struct kvfs_news_item item = {
-        .kind = KVFS_POD_HIT, .key_low = record->key_low, .key_high = record->key_high, .version = 1, .hold_ns = HIT_HOLD_NS};
-    if (plane->news)
-        kvfs_news_add(plane->news, &item);
 }
 
 /* ---- removed ---- */

@@ -16,6 +16,16 @@ static void use_renew(struct kvfs_plane *plane, uint32_t slot) {
     atomic_store_explicit(&plane->uses[slot], tick_now(plane) << 8 | hits, memory_order_relaxed);
 }
 
+/* Hits order eviction, and that is slow. Those of a moment are told together. */
+#define HIT_HOLD_NS 1000000000u
+
+void foreign_hit(struct kvfs_plane *plane, const struct kvfs_record *record) {
+    const struct kvfs_news_item item = {
+        .kind = KVFS_POD_HIT, .key_low = record->key_low, .key_high = record->key_high, .version = 1, .hold_ns = HIT_HOLD_NS};
+    if (plane->news)
+        kvfs_news_add(plane->news, &item);
+}
+
 void found_add(struct kvfs_plane *plane, const struct kvfs_record *record) {
     if (record->flags & KVFS_INODE_FOREIGN) {
         foreign_hit(plane, record);
