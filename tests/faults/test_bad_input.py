@@ -303,19 +303,20 @@ def test_a_device_of_another_pool_in_its_place(pool: Pool, own_pool: Callable[..
     assert (pool.path / "devices" / "3").read_bytes() == before, "it is the other pool's"
 
 
+@pytest.mark.parametrize("version", [1, 3])
 @COPIES
-def test_a_label_of_a_newer_format_version(pool: Pool, copies: tuple[int, ...]) -> None:
-    """Also when only one copy is of the newer version: an upgrade that was cut short must not be undone."""
+def test_a_label_of_another_format_version(pool: Pool, copies: tuple[int, ...], version: int) -> None:
+    """Also when only one copy is of the other version: an upgrade that was cut short must not be undone."""
     devices = image.Image(pool.path)
     for device in range(4):
         for copy in copies:
             label = bytearray(devices.read_label(device, copy))
-            label[8:12] = struct.pack("<I", 2)
+            label[8:12] = struct.pack("<I", version)
             devices.write_label(device, copy, image.with_checksum(bytes(label)))
     with nothing_changes(pool.base):
         for outcome in (try_mount(pool), kvfs("fsck", pool.path, "--repair")):
             error = assert_refused(outcome, pool.path / "devices", "version", status=(1,))
-            assert "2" in error, error
+            assert f"version is {version}" in error and "2" in error, error
 
 
 def test_both_labels_of_a_device_gone(pool: Pool) -> None:
