@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 from kvfs.cli import arguments
 from kvfs.cli.arguments import Verbs
 from kvfs.cli.output import as_json, emit, note
 from kvfs.cli.pools import expanded, refuse_inside
 from kvfs.cli.targets import pool_of
-from kvfs.errors import KvfsError, MissingFeatureError, UsageError, printable
+from kvfs.errors import KvfsError, UsageError, printable
 
 if TYPE_CHECKING:
-    from kvfs.doctor import Check
+    from kvfs.pod.doctor import Finding
     from kvfs.pool.config import PoolConfig
     from kvfs.pool.joining import SlotState
     from kvfs.pool.pod import PodConfig
+    from kvfs.status.numbers import Json
 
 _ACTIONS = ("create", "join", "status", "retire", "doctor")
 # Options, by their names in the parser's result, and the actions in which they have a meaning.
@@ -202,28 +202,35 @@ def _status(args: argparse.Namespace) -> int:
     pool = pool_of(args.target)
     config, states = slot_states(pool)
     own = load_node(pool)
+    daemon = _daemon_part(pool)
     document = {
         **_part(pool, config),
         "slot": None if own is None else own.slot,
-        "slots": [_slot_part(state) for state in states],
-        "daemon": _daemon_part(pool),
+        "slots": [_slot_part(state, daemon) for state in states],
+        "daemon": daemon,
     }
     emit(args, document, lambda: "\n".join(_status_lines(document, states)))
     return 0
 
 
-def _daemon_part(pool: Path) -> object:
-    """The part of the running daemon's status that is about the pod: feed, map, engine. Null where none runs."""
+def _daemon_part(pool: Path) -> Json | None:
+    """The part of the running daemon's status that is about the pod: feed, map, engine. None where none runs."""
     from kvfs.frontend.asking import ControlClient
 
     try:
         with ControlClient(pool) as client:
-            return cast(Mapping[str, object], client.call("status")).get("pod")
+            return cast("Json | None", cast("Json", client.call("status")).get("pod"))
     except KvfsError:
         return None
 
 
-def _slot_part(state: SlotState) -> dict[str, object]:
+def _news_of(slot: int, daemon: Json | None) -> Json | None:
+    """What this node's daemon knows of another's news."""
+    owners = cast("Sequence[Json]", (daemon or {}).get("owners", ()))
+    return next((owner for owner in owners if owner.get("slot") == slot), None)
+
+
+def _slot_part(state: SlotState, daemon: Json | None) -> dict[str, object]:
     part: dict[str, object] = {
         "slot": state.slot, "state": state.state, "frozen": state.frozen, "lots": state.lots,
         "segments": state.segments, "devices": state.devices,
@@ -234,30 +241,50 @@ def _slot_part(state: SlotState) -> dict[str, object]:
             "node": str(page.node), "host": page.host, "pid": page.pid, "pool": page.pool, "use": page.use,
             "epoch": page.epoch, "written_s": page.written_ns / 1e9,
         }  # fmt: skip
+    news = _news_of(state.slot, daemon)
+    if news is not None:
+        part["news"] = news
     return part
 
 
-def _status_lines(document: Mapping[str, object], states: Sequence[SlotState]) -> list[str]:
-    own = document["slot"]
+def _status_lines(document: Json, states: Sequence[SlotState]) -> list[str]:
+    from kvfs.status.numbers import table
+    from kvfs.status.pod import pod_advice, pod_lines
+
+    own, daemon = document["slot"], cast("Json | None", document["daemon"])
     lines = [
-        printable(f"pod {document['uuid']}: {document['nodes']} slots, {document['segment_count']} segments in lots of "
-                  f"{document['lot']}; this node is {'not joined' if own is None else f'slot {own}'}"),
-        *(printable(f"engine {url}") for url in cast(list[str], document["engine"])),
-        f"{'slot':>4}  {'state':8} {'lots':>6} {'segments':>9} {'epoch':>7}  node",
-    ]  # fmt: skip
+        f"pod {document['uuid']}: {document['nodes']} slots, {document['segment_count']} segments in lots of "
+        f"{document['lot']}; this node is {'not joined' if own is None else f'slot {own}'}",
+        *(f"engine {url}" for url in cast(list[str], document["engine"])),
+        *(line.strip() for line in pod_lines({"pod": daemon})),
+        *(f"advice: {line}" for line in pod_advice({"pod": daemon})),
+    ]
+    if daemon is None:
+        lines.append("this node is not mounted: of news and map nothing is known")
+    rows = [["slot", "state", "lots", "segments", "epoch", "news", "lag p99", "node"]]
     for state in states:
-        page = state.page
-        epoch = "-" if page is None else str(page.epoch)
+        page, news = state.page, _news_of(state.slot, daemon)
         node = "" if page is None else f"{page.host} pid {page.pid} {page.use} ({page.node})"
-        lines.append(
-            printable(
-                f"{state.slot:>4}  {state.state:8} {state.lots:>6} {state.segments:>9} {epoch:>7}  {node}"
-            ).rstrip()
-        )
+        epoch = "-" if page is None else str(page.epoch)
+        rows.append([
+            str(state.slot), state.state, str(state.lots), str(state.segments), epoch,
+            *_news_cells(state.slot == own, news), node,
+        ])  # fmt: skip
+    lines += table(rows, left=len(rows[0]))
     frozen = sum(state.lots for state in states if state.frozen)
     if frozen:
         lines.append(f"{frozen} lots are frozen: all nodes read them, none writes them")
-    return lines
+    return [printable(line) for line in lines]
+
+
+def _news_cells(is_own: bool, news: Json | None) -> list[str]:
+    from kvfs.status.numbers import number, time_text
+
+    if news is None:
+        return ["this node" if is_own else "-", "-"]
+    behind = f", {number(news, 'behind'):.0f} behind" if number(news, "behind") else ""
+    lag = time_text(number(news, "lag_ms_p99") * 1000) if number(news, "batches") else "-"
+    return [f"{news.get('state')}{behind}", lag]
 
 
 # ---- retire, doctor ----
@@ -272,32 +299,17 @@ def _retire(args: argparse.Namespace) -> int:
     return 0
 
 
-class _Doctor(Protocol):
-    """kvfs.pod.doctor."""
-
-    def examine(self, config: PoolConfig) -> Sequence[Check]: ...
-
-
 def _doctor(args: argparse.Namespace) -> int:
-    from kvfs.pool.config import load
+    from kvfs.cli.pod_doctor import examine_pod
 
     pool = pool_of(args.target)
-    config = load(pool)
-    if config is None or config.pod is None:
-        raise UsageError(f"{pool}: not a pod; kvfs pod create makes one")
-    try:
-        module = cast(_Doctor, importlib.import_module("kvfs.pod.doctor"))
-    except ImportError as error:
-        raise MissingFeatureError(
-            f"{error.name or 'kvfs.pod'}: not installed; a pod needs what its engine needs: pip install 'kvfs[pod]'"
-        ) from error
-    checks = module.examine(config)
-    status = 1 if any(check.fatal for check in checks) else 0
-    emit(args, {"checks": [asdict(check) for check in checks]}, lambda: "\n".join(_check_lines(checks)))
+    findings = examine_pod(pool)
+    status = 1 if any(one.required and one.state == "missing" for one in findings) else 0
+    emit(args, {"checks": [asdict(one) for one in findings]}, lambda: "\n".join(_check_lines(findings)))
     return status
 
 
-def _check_lines(checks: Sequence[Check]) -> list[str]:
+def _check_lines(checks: Sequence[Finding]) -> list[str]:
     width = max((len(check.name) for check in checks), default=0)
     lines = []
     for check in checks:

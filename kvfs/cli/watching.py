@@ -14,6 +14,7 @@ from kvfs.cli.output import as_json, emit, emit_line, note
 from kvfs.cli.targets import pool_of, pools_mounted, status_of
 from kvfs.errors import KvfsError, UsageError, first_error
 from kvfs.status import numbers
+from kvfs.status.change import difference
 from kvfs.status.numbers import Json
 from kvfs.status.text import render_list, render_stats, render_stats_header, render_stats_line, render_status
 
@@ -90,7 +91,7 @@ def _stats(args: argparse.Namespace) -> int:
             print(prometheus.render([now]).decode(), end="")
             return 0
         if args.interval is None:
-            change = numbers.difference(now, None)
+            change = difference(now, None)
             emit(args, change, lambda: render_stats(change))
             return 0
         line = 0
@@ -98,8 +99,8 @@ def _stats(args: argparse.Namespace) -> int:
             before = now
             time.sleep(args.interval)
             now = cast(Json, client.call("status"))
-            heads = [render_stats_header()] if line % 20 == 0 else []
-            change = numbers.difference(now, before)
+            change = difference(now, before)
+            heads = [render_stats_header(change)] if line % 20 == 0 else []
             emit_line(args, change, "\n".join([*heads, render_stats_line(change)]))
             line += 1
     return 0

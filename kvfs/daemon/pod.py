@@ -320,17 +320,30 @@ class PodNode:
     def status(self) -> Mapping[str, object]:
         """What `kvfs status` and Prometheus say of the pod."""
         statistics = self._pod.statistics()
+        owners = statistics.owners
+        is_heard = any(link.state == "up" for link in statistics.links)
         return {
             "slot": self._store.slot,
             "nodes": self._map.options.nodes,
+            "epoch": self._store.epoch,
+            # Nobody can tell while no engine carries signs of life.
+            "frozen": [owner.slot for owner in owners if not owner.alive] if is_heard else None,
+            # Of the slowest owner.
+            "lag_ms_p50": max((owner.lag_ms_p50 for owner in owners), default=0.0),
+            "lag_ms_p99": max((owner.lag_ms_p99 for owner in owners), default=0.0),
+            "gaps": sum(owner.gaps for owner in owners),
+            "repeats": sum(owner.repeats for owner in owners),
             "feed": asdict(statistics.feed),
             "engines": [asdict(link) for link in statistics.links],
-            "owners": [asdict(owner) for owner in statistics.owners],
+            "owners": [asdict(owner) for owner in owners],
             "asks": asdict(statistics.asks),
             "map": self._map.statistics(),
             "loads": self._loader.loads,
             "tombstones": len(self._tombstones),
             "loaded_names": self._loader.blocks,
+            "forged": statistics.forged,
+            "malformed": statistics.malformed,
+            "doubled": statistics.doubled,
             **asdict(self.counters),
         }
 

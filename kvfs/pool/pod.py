@@ -6,10 +6,8 @@ keys.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from urllib.parse import parse_qsl, urlsplit
 
 from kvfs.errors import PoolError, UsageError
 from kvfs.pool.geometry import LABEL_SIZE, SEGMENTS_MIN, ZONES_OFFSET
@@ -97,10 +95,14 @@ def check_pod(pod: PodConfig, origin: str) -> None:
         raise PoolError(f"{origin}: pod.map_size is {pod.map_size}; {MAP_SIZE_MIN} to {MAP_SIZE_MAX} is possible")
     if not 0 <= pod.lookup_wait_ms <= LOOKUP_WAIT_MAX_MS:
         raise PoolError(f"{origin}: pod.lookup_wait_ms is {pod.lookup_wait_ms}; 0 to {LOOKUP_WAIT_MAX_MS} is possible")
-    if not 1 <= len(pod.engine) <= ENGINES_MAX or len(set(pod.engine)) != len(pod.engine):
-        raise PoolError(f"{origin}: pod.engine: 1 to {ENGINES_MAX} URLs, all different, are needed")
-    for url in pod.engine:
-        _check_engine(url, origin)
+    if not 1 <= len(pod.engine) <= ENGINES_MAX:
+        raise PoolError(f"{origin}: pod.engine: 1 to {ENGINES_MAX} URLs are needed, not {len(pod.engine)}")
+    from kvfs.pod.url import parse_urls  # a pool of one node has no use for that room
+
+    try:
+        parse_urls(pod.engine)
+    except UsageError as error:
+        raise PoolError(f"{origin}: pod.engine: {error}") from error
     slots = pod.retired
     if list(slots) != sorted(set(slots)) or (slots and not 0 <= slots[0] <= slots[-1] < pod.nodes):
         raise PoolError(f"{origin}: pod.retired is {list(slots)}; slots from 0 to {pod.nodes - 1} are possible")
@@ -110,30 +112,6 @@ def refuse_change(pod: PodConfig | None, action: str) -> None:
     """Raise UsageError in a pod: other nodes would not learn that its devices change."""
     if pod is not None:
         raise UsageError(f"device {action}: not possible in a pod yet; its devices stay those of kvfs pod create")
-
-
-def _check_engine(url: str, origin: str) -> None:
-    """A URL with a password is refused: labels and pool.toml are read by more people than the engine is."""
-    try:
-        parts = urlsplit(url)
-        secret = parts.password is not None or any(key in ("password", "pass") for key, _ in parse_qsl(parts.query))
-        # Sentinels are several hosts in one URL.
-        hosts = [urlsplit(f"//{host}") for host in parts.netloc.rpartition("@")[2].split(",")]
-        hosts_are_sound = all((host.hostname or not parts.netloc) and host.port != 0 for host in hosts)
-    except ValueError as error:
-        raise PoolError(f"{origin}: pod.engine: {_without_password(url)!r}: {error}") from error
-    if secret:
-        raise PoolError(
-            f"{origin}: pod.engine: {_without_password(url)!r} has a password; put it into a file, and its path into "
-            "pod.password_file"
-        )
-    sound = re.fullmatch("[a-z][a-z0-9+.-]*", parts.scheme) and (parts.netloc or parts.path) and hosts_are_sound
-    if not sound or "://" not in url or not url.isprintable() or " " in url:
-        raise PoolError(f"{origin}: pod.engine: {url!r} is no URL, as redis://HOST:PORT")
-
-
-def _without_password(url: str) -> str:
-    return re.sub(r"(pass\w*=)[^&]*", r"\1...", re.sub(r"(://[^/@]*:)[^@/]*@", r"\1...@", url))
 
 
 def same_but(found: PodConfig | None, expected: PodConfig | None) -> Sequence[tuple[str, object, object]]:

@@ -1,4 +1,4 @@
-"""Numbers of a status document: percentiles, differences, and their forms for people.
+"""Numbers of a status document: percentiles, and their forms for people.
 
 Pure: documents in, numbers and words out.
 """
@@ -13,11 +13,7 @@ from kvfs.units import percentile_ns
 
 STATUS_VERSION = 1
 PERCENTILES = (50.0, 90.0, 99.0, 99.9)
-_DEVICE_COUNTERS = ("reads", "read_bytes", "writes", "write_bytes", "errors", "timeouts", "read_ns", "write_ns")
 EXPORT_ERRORS = ("protocol_errors", "descriptor_errors", "io_errors")
-_EXPORT_COUNTERS = (
-    "connections", "requests", "bytes_read", "bytes_written", "zero_copy_bytes", "copied_bytes", *EXPORT_ERRORS,
-)  # fmt: skip
 Json = Mapping[str, object]
 
 
@@ -108,40 +104,3 @@ def asked_and_found(counters: Json) -> tuple[float, float | None]:
     found = number(counters, "blocks_found")
     asked = found + number(counters, "blocks_missed")
     return asked, found / asked if asked else None
-
-
-def difference(now: Json, before: Json | None) -> dict[str, object]:
-    """Counters and latencies of `now` less those of `before`, and the seconds between them."""
-    if before is None:
-        seconds = number(now, "pool", "uptime_s")
-        return {**now, "seconds": seconds or 1.0}
-    result = dict(now)
-    result["seconds"] = max(number(now, "time_s") - number(before, "time_s"), 1e-3)
-    result["counters"] = {
-        key: number(now, "counters", key) - number(before, "counters", key) for key in section(now, "counters")
-    }
-    latencies: dict[str, object] = {}
-    for name, value in section(now, "latency").items():
-        old = section(section(before, "latency"), name)
-        new = cast(Json, value)
-        old_buckets = buckets_of(old) or [0] * len(buckets_of(new))
-        latencies[name] = {
-            "count": number(new, "count") - number(old, "count"),
-            "total_ns": number(new, "total_ns") - number(old, "total_ns"),
-            "buckets": [a - b for a, b in zip(buckets_of(new), old_buckets, strict=True)],
-        }
-    result["latency"] = latencies
-    result["devices"] = _differences(now, before, "devices", "index", _DEVICE_COUNTERS)
-    result["exports"] = _differences(now, before, "exports", "socket", _EXPORT_COUNTERS)
-    return result
-
-
-def _differences(now: Json, before: Json, what: str, name: str, counters: Sequence[str]) -> list[Json]:
-    olds = {old.get(name): old for old in items(before, what)}
-    return [
-        {
-            key: number(item, key) - number(olds.get(item.get(name), {}), key) if key in counters else value
-            for key, value in item.items()
-        }
-        for item in items(now, what)
-    ]

@@ -11,6 +11,7 @@ from typing import Any
 
 from kvfs.errors import MissingFeatureError
 from kvfs.status.numbers import Json, buckets_of, items, number, section
+from kvfs.status.pod import samples
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _DEVICE_STATES = ("online", "slow", "failed", "removed", "returning")
@@ -208,6 +209,8 @@ class _Collector:
         for operation in latencies:
             self._histogram("kvfs_latency_seconds", "Time of requests, from their arrival to the reply.",
                             {**pool, "operation": operation}, section(latencies, operation))  # fmt: skip
+        for kind, name, help_, labels, value in samples(status):
+            (self._gauge if kind == "gauge" else self._counter)(name, help_, {**pool, **labels}, value)
         for device in items(status, "devices"):
             self._add_device({**pool, "device": str(device.get("path"))}, device)
         for export in items(status, "exports"):

@@ -24,6 +24,7 @@ from kvfs.status.numbers import (
     table,
     time_text,
 )  # fmt: skip
+from kvfs.status.pod import pod_advice, pod_lines, pod_table, stats_cells, stats_heads
 
 _SEGMENT_STATES = ("free", "open", "closed", "evicting", "lost")
 
@@ -46,6 +47,7 @@ def advice(status: Json) -> list[str]:
             found.append(
                 f"device {device.get('path')}: {errors:.0f} errors, {timeouts:.0f} timeouts; see kvfs.log in the pool"
             )
+    found += pod_advice(status)
     for export in items(status, "exports"):
         broken = number(export, "protocol_errors") + number(export, "descriptor_errors")
         if broken:
@@ -145,7 +147,11 @@ def render_status(status: Json) -> str:
             + (", all of them on every device" if everywhere else "")
             + (f": {states}" if states else "")
         )
+    lines += pod_lines(status)
     lines += ["", *(f"  {line}" for line in render_device_list(status))]
+    owners = pod_table(status)
+    if owners:
+        lines += ["", *(f"  {line}" for line in owners)]
     if items(status, "users"):
         lines += ["", *table(_user_rows(status), indent="  ")]
     if items(status, "exports"):
@@ -261,7 +267,7 @@ def _native_line(counters: Json) -> list[str]:
     ]
 
 
-def render_stats_header() -> str:
+def render_stats_header(change: Json) -> str:
     heads = (
         "asked/s",
         "hit%",
@@ -274,6 +280,7 @@ def render_stats_header() -> str:
         "rd p99",
         "use%",
         "evict/s",
+        *stats_heads(change),
     )
     return "  ".join(head.rjust(9) for head in heads)
 
@@ -297,6 +304,7 @@ def render_stats_line(change: Json) -> str:
         time_text(read["p99_us"]) if read["count"] else "-",
         f"{number(change, 'space', 'used') * 100 / size:.1f}" if size else "-",
         count_text(number(counters, "evicted_blocks") / seconds),
+        *stats_cells(change, seconds),
     )
     return "  ".join(cell.rjust(9) for cell in cells)
 
@@ -304,7 +312,7 @@ def render_stats_line(change: Json) -> str:
 def render_stats(change: Json) -> str:
     """The text of one `kvfs stats` without an interval: rates since the mount, latencies, devices."""
     seconds = number(change, "seconds") or 1.0
-    lines = [render_stats_header(), render_stats_line(change), ""]
+    lines = [render_stats_header(change), render_stats_line(change), ""]
     rows = [["operation", "count", "mean", "p50", "p90", "p99", "p99.9"]]
     for name, value in section(change, "latency").items():
         summary = latency_summary(cast(Json, value))
@@ -315,6 +323,9 @@ def render_stats(change: Json) -> str:
         rows.append([name, f"{summary['count']:.0f}", *times])
     lines += [*table(rows), "", *_native_line(section(change, "counters"))]
     lines += render_devices(change, seconds)
+    owners = pod_table(change, seconds)
+    if owners:
+        lines += ["", *owners]
     if items(change, "exports"):
         lines += ["", *render_exports(change, seconds)]
     return "\n".join(lines)

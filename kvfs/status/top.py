@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from kvfs.errors import MissingFeatureError, printable
+from kvfs.status.change import difference
 from kvfs.status.numbers import (
     Json,
     age_text,
     asked_and_found,
     count_text,
-    difference,
     items,
     latency_summary,
     number,
@@ -24,6 +24,7 @@ from kvfs.status.numbers import (
     size_text,
     time_text,
 )
+from kvfs.status.pod import owner_rows, pod_lines
 
 # The daemon walks its index for a survey.
 SURVEY_EVERY_S = 10.0
@@ -78,11 +79,13 @@ def view(change: Json, found: Json) -> Any:
     from rich.text import Text
 
     seconds = number(change, "seconds") or 1.0
+    owners = owner_rows(section(change, "pod"), seconds)
     return Group(
         *(_text(line) for line in _head(change, seconds)),
         Text(),
         _table(("operation", "ops/s", "p50", "p99"), _latencies(change, seconds)),
         _table(("device", "state", "read/s", "written/s", "rd p99", "wr p99", "errors"), _devices(change, seconds)),
+        *([_table(owners[0], owners[1:])] if len(owners) > 1 else []),
         _table(("namespace", "blocks", "bytes", "hits", "newest", "oldest"), _namespaces(found)),
         _table(("hits by age", "blocks/s"), _by_age(change, seconds)),
     )
@@ -107,6 +110,7 @@ def _head(change: Json, seconds: float) -> list[str]:
         f"use {size_text(used)} of {size_text(size)}  blocks {number(change, 'blocks'):.0f}  "
         f"clients {number(change, 'native_clients'):.0f}  "
         f"evicted {count_text(number(counters, 'evicted_blocks') / seconds)} blocks/s",
+        *(line.strip() for line in pod_lines(change)[:2]),
     ]
 
 

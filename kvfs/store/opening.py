@@ -16,6 +16,7 @@ from kvfs.index.lmdb import LmdbIndex
 from kvfs.names import Names
 from kvfs.plane import Plane, PlaneOptions, PlaneTuning
 from kvfs.podmap import PodOptions
+from kvfs.pool.config import PoolConfig
 from kvfs.pool.format import META_EPOCH, META_IN_FLIGHT, META_NUMBER, META_OPENING, META_UUID, META_VERSION
 from kvfs.pool.lock import INDEX_NAME
 from kvfs.pool.opening import OpenPool
@@ -26,7 +27,7 @@ log = logging.getLogger("kvfs.store.pool")
 
 _CHUNK = 1 << 20
 # Bytes of the pod map for each entry, at the fill that it allows itself.
-_MAP_ENTRY = 33
+MAP_ENTRY_SIZE = 33
 # The map has room for blocks of this size in the whole pool, if that is not more than this share of the memory.
 _MAP_BLOCK = 1 << 16
 _MAP_MEMORY_SHARE = 4
@@ -76,13 +77,19 @@ def pod_options(opened: OpenPool) -> PodOptions | None:
     pod = opened.config.pod
     if pod is None:
         return None
-    size = sum(device.size for device in opened.config.devices)
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    usual = max(_MAP_ENTRIES_MIN, min(size // _MAP_BLOCK, memory // _MAP_MEMORY_SHARE // _MAP_ENTRY))
     return PodOptions(
-        slot=opened.slot, nodes=pod.nodes, lot=pod.lot, entries_max=pod.map_size // _MAP_ENTRY or usual,
+        slot=opened.slot, nodes=pod.nodes, lot=pod.lot, entries_max=map_entries(opened.config),
         news_bytes=_NEWS_BYTES, start=secrets.randbits(63) | 1,
     )  # fmt: skip
+
+
+def map_entries(config: PoolConfig) -> int:
+    """How many names of other nodes the pod map of this machine holds: as many as pool.toml says, or a usual number."""
+    assert config.pod is not None
+    size = sum(device.size for device in config.devices)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    usual = max(_MAP_ENTRIES_MIN, min(size // _MAP_BLOCK, memory // _MAP_MEMORY_SHARE // MAP_ENTRY_SIZE))
+    return config.pod.map_size // MAP_ENTRY_SIZE or usual
 
 
 def open_index(opened: OpenPool, names: Names) -> tuple[LmdbIndex, bool]:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
-from pods import ENGINE, device_files, make_pod
+from pods import ENGINE, Time, device_files, make_pod
 
-from kvfs import cli, doctor
+from kvfs import cli
+from kvfs.cli.pod_doctor import examine_map, examine_node_clocks, examine_pages
 from kvfs.pool import joining, owner
 from kvfs.pool.config import load
 
@@ -67,7 +68,7 @@ def test_three_nodes_are_set_up_looked_at_and_one_retired(tmp_path: Path, capsys
     assert status == 0 and out == "slot 2: retired; its lots stay frozen\n"
     status, out, _ = run("pod", "status", pools[1], capsys=capsys)
     assert status == 0 and "this node is slot 1" in out and f"engine {ENGINE}" in out
-    assert " 2  retired " in out and "lots are frozen: all nodes read them, none writes them" in out
+    assert "\n2     retired " in out and "lots are frozen: all nodes read them, none writes them" in out
     status, _, error = run("pod", "retire", pools[1], 1, capsys=capsys)
     assert status == 2 and "this node's own" in error
 
@@ -136,17 +137,45 @@ def test_an_imported_pod_joins_anew_only_without_its_node_toml(
     assert asked("pod", "join", pool, capsys=capsys)["slot"] == 1
 
 
-def test_the_doctor_is_the_pods_own(
+def test_the_doctor_without_an_engine_says_so_and_looks_at_the_rest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("redis")
+    device_files(tmp_path)
+    pool = tmp_path / "node-0"
+    words = ["--engine", "redis://127.0.0.1:1,redis://127.0.0.1:2", "--nodes", "2"]
+    assert run("pod", "create", pool, *devices(tmp_path), *words, capsys=capsys)[0] == 0
+    status, out, _ = run("pod", "doctor", pool, capsys=capsys)
+    assert status == 1 and "engine 0" in out and "127.0.0.1:2" in out and "-> blocks of this node go on" in out
+    status, out, _ = run("pod", "doctor", pool, "-o", "json", capsys=capsys)
+    checks = {check["name"]: check for check in json.loads(out)["checks"]}
+    assert checks["engine 1"]["state"] == "missing" and checks["engine 1"]["required"]
+    assert checks["pod map"]["state"] == checks["node pages"]["state"] == checks["node clocks"]["state"] == "ok"
+    assert checks["nodes"]["found"] == "1 left, 1 free" and checks["this node"]["found"] == "slot 0, left"
+
+
+def test_the_doctor_without_the_engines_client_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (pool,) = make_pod(tmp_path)
-    monkeypatch.setitem(sys.modules, "kvfs.pod.doctor", None)
+    monkeypatch.setitem(sys.modules, "kvfs.pod.redis_engine", None)
     status, _, error = run("pod", "doctor", pool, capsys=capsys)
-    assert status == 1 and "not installed; a pod needs" in error and "kvfs[pod]" in error
-    found = ModuleType("kvfs.pod.doctor")
-    check = doctor.Check("engine", "missing", "no answer", "start it", required=True)
-    found.examine = lambda config: [check]  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "kvfs.pod", ModuleType("kvfs.pod"))
-    monkeypatch.setitem(sys.modules, "kvfs.pod.doctor", found)
-    status, out, _ = run("pod", "doctor", pool, capsys=capsys)
-    assert status == 1 and "engine  missing  no answer" in out and "-> start it" in out
+    assert status == 1 and "kvfs[pod]" in error
+
+
+def test_the_doctor_finds_a_map_beyond_memory_pages_that_are_missing_and_clocks_that_are_off(tmp_path: Path) -> None:
+    (pool,) = make_pod(tmp_path, map_size=1 << 30)
+    config, states = joining.slot_states(pool, clock=Time().clock)
+    assert examine_map(config, 8 << 30).state == "ok"
+    assert examine_map(config, 1 << 30).state == "missing"
+    page = states[0].page
+    assert page is not None
+    frozen = replace(states[0], state="frozen", devices=1)
+    found = {one.name: one for one in examine_pages(config, [frozen, *states[1:]], None)}
+    assert "slots 0 are frozen" in found["nodes"].action and "no slot" in found["this node"].found
+    assert found["node pages"].state == "note" and "slots 0: not on all 2 devices" in found["node pages"].found
+    gone = {one.name: one for one in examine_pages(config, [replace(states[0], state="retired"), *states[1:]], 0)}
+    assert gone["this node"].required and "retired" in gone["this node"].found
+    beating = replace(states[0], state="beating", page=replace(page, written_ns=1_000_000_000))
+    assert examine_node_clocks([beating], 2.0).state == "ok"
+    assert examine_node_clocks([beating], 61.0).found == "slot 0 -60 s"

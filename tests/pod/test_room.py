@@ -11,7 +11,7 @@ from servers import needs_redis
 WITHOUT = """
 import sys
 import kvfs.cli.command, kvfs.daemon.daemon, kvfs.status.document
-assert not [name for name in sys.modules if name.startswith(("kvfs.pod", "redis"))]
+assert not [name for name in sys.modules if f"{name}.".startswith(("kvfs.pod.", "redis."))]
 import kvfs.pod.threads, kvfs.pod.doctor, kvfs.pod.url, kvfs.pod.memory_engine
 assert "redis" not in sys.modules and "kvfs.pod.redis_engine" not in sys.modules
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvfs.status import numbers, prometheus
+from kvfs.status.change import difference
 from kvfs.status.text import render_stats, render_stats_header, render_stats_line, render_status
 from kvfs.units import percentile_ns
 
@@ -135,7 +136,7 @@ def test_a_difference_counts_only_what_happened_since() -> None:
     later = document(time_s=1002.0)
     later["counters"] = {**numbers.section(document(), "counters"), "lookups": 3000, "blocks_found": 2750}
     later["latency"] = {"lookup": latency(b14=1000), "read": latency(b17=90, b20=10, b25=100)}
-    change = numbers.difference(later, document())
+    change = difference(later, document())
     assert change["seconds"] == 2.0
     assert numbers.number(change, "counters", "lookups") == 2000
     assert numbers.number(change, "latency", "read", "count") == 100
@@ -143,17 +144,17 @@ def test_a_difference_counts_only_what_happened_since() -> None:
     line = render_stats_line(change).split()
     assert line[0] == "1.0k" and line[1] == "100.0"
     assert len(line) == len(
-        render_stats_header().replace("read B/s", "a").replace("write B/s", "b").replace("rd ", "").split()
+        render_stats_header({}).replace("read B/s", "a").replace("write B/s", "b").replace("rd ", "").split()
     )
 
 
 def test_stats_since_the_mount_show_latencies_and_devices() -> None:
-    text = render_stats(numbers.difference(document(), None))
+    text = render_stats(difference(document(), None))
     assert "lookup" in text and "p99.9" in text and "devices/0" in text
 
 
 def test_a_quiet_second_divides_by_nothing() -> None:
-    change = numbers.difference(document(), document())
+    change = difference(document(), document())
     assert "-" in render_stats_line(change)
 
 
@@ -210,7 +211,7 @@ def test_exports_are_in_every_text() -> None:
     text = render_status(exported)
     assert "export: /run/kvfs/vm1.sock (tag kv): connected" in text and "75.0%" in text and "pid 4" in text
     assert "advice: nothing to do" in text
-    row = next(line for line in render_stats(numbers.difference(exported, None)).splitlines() if "vm1" in line)
+    row = next(line for line in render_stats(difference(exported, None)).splitlines() if "vm1" in line)
     assert row.split() == ["/run/kvfs/vm1.sock", "connected", "10", "40.96K", "75.0%", "10.24K", "0"]
     lines = rendered(exported)
     labels = 'pool="/srv/pool",socket="/run/kvfs/vm1.sock",tag="kv"'
@@ -221,11 +222,11 @@ def test_exports_are_in_every_text() -> None:
 
 def test_an_export_s_counters_are_differences_too() -> None:
     later = document(time_s=1002.0, exports=[{**EXPORT, "requests": 1500, "connected": 0}])
-    change = numbers.difference(later, document(exports=[EXPORT]))
+    change = difference(later, document(exports=[EXPORT]))
     (export,) = numbers.items(change, "exports")
     assert export["requests"] == 500 and export["bytes_read"] == 0
     assert export["connected"] == 0 and export["queues"] == 2
-    assert numbers.items(numbers.difference(later, document()), "exports")[0]["requests"] == 1500
+    assert numbers.items(difference(later, document()), "exports")[0]["requests"] == 1500
 
 
 def test_a_guest_that_breaks_the_protocol_is_advice() -> None:
