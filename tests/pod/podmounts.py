@@ -13,10 +13,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from typing import Self
+from typing import Any, Self, cast
 
 import pytest
 from helpers import Pool, run, sanitizer_environment, wait_until
+
+from kvfs.frontend.asking import ControlClient
 
 # What a pod promises: news of a store or a removal, on an idle machine and with room for a busy one.
 NEWS_S = 10.0
@@ -25,10 +27,10 @@ NEWS_S = 10.0
 class Redis:
     """A redis-server of its own on a free port, without persistence."""
 
-    def __init__(self, directory: pathlib.Path) -> None:
+    def __init__(self, directory: pathlib.Path, options: Sequence[str] = ()) -> None:
         if shutil.which("redis-server") is None:
             pytest.skip("needs redis-server (apt install redis-server)")
-        self.directory = directory
+        self.directory, self.options = directory, list(options)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -38,6 +40,7 @@ class Redis:
     def start(self, *options: str) -> None:
         words = ["redis-server", "--port", str(self.port), "--save", "", "--appendonly", "no", "--dir",
                  str(self.directory), "--bind", "127.0.0.1", *options]  # fmt: skip
+        words += self.options
         log = (self.directory / f"redis-{self.port}.log").open("ab")
         self._process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         log.close()
@@ -46,7 +49,7 @@ class Redis:
     def _answers(self) -> bool:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1) as connection:
             connection.sendall(b"PING\r\n")
-            return connection.recv(64).startswith(b"+PONG")
+            return connection.recv(64).startswith((b"+PONG", b"-NOAUTH"))
         return False
 
     def command(self, *words: str) -> str:
@@ -55,6 +58,15 @@ class Redis:
     def signal(self, number: int) -> None:
         assert self._process is not None
         self._process.send_signal(number)
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """It answers nobody meanwhile."""
+        self.signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.signal(signal.SIGCONT)
 
     def stop(self) -> None:
         if self._process is not None:
@@ -76,14 +88,34 @@ class Node(Pool):
     def stop(self) -> None:
         self._stop()
 
+    def part(self) -> dict[str, Any]:
+        """What the daemon says of the pod."""
+        with ControlClient(self.path) as client:
+            return cast("dict[str, Any]", client.call("status")["pod"])
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid(), number)
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """The daemon stands still meanwhile. Its mount must not be touched."""
+        self.signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.signal(signal.SIGCONT)
+
 
 class Pod:
     """`with Pod(nodes=2) as pod: pod.nodes[0].mount / "a"`. All nodes are mounted unless started=False."""
 
     def __init__(
         self, *, nodes: int = 2, devices: int = 2, size: str = "256M", create_args: Sequence[str] = (),
-        started: bool = True, addresses: Sequence[str] = (),
+        started: bool = True, addresses: Sequence[str] = (), engines: int = 1, acl: str = "",
+        user: str = "",
     ) -> None:  # fmt: skip
+        """acl: lines of the engines' users; user: the one of this pod."""
+        self._engines, self._acl, self._user = engines, acl, user
         self._count, self._devices, self._size = nodes, devices, size
         self._create_args, self._started, self._addresses = tuple(create_args), started, tuple(addresses)
         self.nodes: list[Node] = []
@@ -91,17 +123,23 @@ class Pod:
     def __enter__(self) -> Self:
         self.base = pathlib.Path(tempfile.mkdtemp(prefix="kvfs-pod-"))
         self.base.chmod(0o755)
-        self.redis = Redis(self.base)
+        options: list[str] = []
+        if self._acl:
+            (self.base / "users.acl").write_text(self._acl)
+            options = ["--aclfile", str(self.base / "users.acl")]
+        self.engines = [Redis(self.base, options) for _ in range(self._engines)]
+        self.redis = self.engines[0]
         try:
-            self.redis.start()
+            for engine in self.engines:
+                engine.start()
             self.devices = list(self._addresses) or [str(self.base / f"device{i}") for i in range(self._devices)]
             if not self._addresses:
                 for device in self.devices:
                     run("truncate", "--size", self._size, device)
             where = [word for device in self.devices for word in ("--device", device)]
             self.nodes = [Node(self, i) for i in range(self._count)]
-            self.kvfs("pod", "create", self.nodes[0].path, *where, "--engine", self.redis.url, "--nodes",
-                      str(self._count), *self._create_args)  # fmt: skip
+            self.kvfs("pod", "create", self.nodes[0].path, *where, "--engine", ",".join(map(self._url, self.engines)),
+                      "--nodes", str(self._count), *self._create_args)  # fmt: skip
             for node in self.nodes[1:]:
                 self.kvfs("pod", "join", node.path, *where)
             if self._started:
@@ -112,6 +150,9 @@ class Pod:
             self._destroy()
             raise
         return self
+
+    def _url(self, engine: Redis) -> str:
+        return engine.url.replace("//", f"//{self._user}@") if self._user else engine.url
 
     def kvfs(self, *words: str | os.PathLike[str], check: bool = True) -> subprocess.CompletedProcess[str]:
         return run(sys.executable, "-m", "kvfs", *words, check=check, environment=sanitizer_environment())
@@ -128,9 +169,10 @@ class Pod:
     def _destroy(self) -> None:
         for node in self.nodes:
             with contextlib.suppress(OSError, ValueError):
-                os.kill(node.pid(), signal.SIGCONT)
+                node.signal(signal.SIGCONT)
             node.stop()
-        self.redis.stop()
+        for engine in self.engines:
+            engine.stop()
         if os.environ.get("KVFS_KEEP_POOL"):
             print(f"kept {self.base}", file=sys.stderr)
         else:
@@ -149,6 +191,15 @@ def found(path: pathlib.Path, data: bytes, timeout_s: float = NEWS_S) -> None:
         return True
 
     wait_until(there, f"{path} as stored", timeout_s=timeout_s, interval_s=0.002)
+
+
+def settle(nodes: Sequence[Node], timeout_s: float = 30.0) -> None:
+    """Wait until each of these nodes hears of what each stores."""
+    for node in nodes:
+        name, data = f"settled-{node.number}-{time.monotonic_ns()}", os.urandom(8)
+        (node.mount / name).write_bytes(data)
+        for other in nodes:
+            found(other.mount / name, data, timeout_s)
 
 
 def missing(path: pathlib.Path, timeout_s: float = NEWS_S) -> None:

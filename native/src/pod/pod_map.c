@@ -381,7 +381,9 @@ uint64_t pod_sweep(struct kvfs_pod *pod, uint64_t buckets) {
     uint64_t went = 0, now = seconds();
 
     while (buckets--) {
-        went += sweep_bucket(pod, writer->sweep_at, now);
+        /* Where there is nothing to find it need not look. */
+        if (writer->count.dead || writer->count.gone)
+            went += sweep_bucket(pod, writer->sweep_at, now);
         if (++writer->sweep_at == pod->constants.buckets) {
             writer->sweep_at = 0;
             writer->count.sweeps++;
