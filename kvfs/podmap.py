@@ -136,7 +136,7 @@ class PodMap:
     # ---- look-ups ----
 
     def find(self, parent: InodeNumber, name: bytes) -> Foreign | None:
-        """What the name leads to at other nodes."""
+        """The block or directory that the name leads to at other nodes."""
         result = lib.kvfs_foreign_find(self._plane, parent, name, len(name), self._record)
         return None if result < 0 else self._foreign(parent, name)
 
@@ -210,7 +210,7 @@ class PodMap:
         return [InodeNumber(number) for number in inodes]
 
     def note(self, what: int, blocks: memoryview) -> None:
-        """What a native client says of blocks of other nodes: struct wire_foreign_block each."""
+        """Take news of a native client about blocks of other nodes: struct wire_foreign_block each."""
         lib.kvfs_foreign_note(self._plane, what, ffi.from_buffer(blocks), len(blocks) // FOREIGN_BLOCK_SIZE)
 
     def life(self, segment: int, generation: int, *, ended: bool) -> bool:
@@ -221,7 +221,7 @@ class PodMap:
         return cast(int, lib.kvfs_pod_sweep(self._pod, buckets))
 
     def repeat_begin(self, slot: int) -> None:
-        """What this node says from now on is all that it has."""
+        """From now on the node of this slot says all that it has."""
         lib.kvfs_pod_repeat_begin(self._pod, slot)
 
     def repeat_end(self, slot: int) -> int:

@@ -214,7 +214,7 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _daemon_part(pool: Path) -> Json | None:
-    """The part of the running daemon's status that is about the pod: feed, map, engine. None where none runs."""
+    """The part of the running daemon's status that is about the pod: feed, map, engine. Without a daemon: None."""
     from kvfs.frontend.asking import ControlClient
 
     try:
@@ -225,7 +225,7 @@ def _daemon_part(pool: Path) -> Json | None:
 
 
 def _news_of(slot: int, daemon: Json | None) -> Json | None:
-    """What this node's daemon knows of another's news."""
+    """Another node's news, as this node's daemon knows them."""
     owners = cast("Sequence[Json]", (daemon or {}).get("owners", ()))
     return next((owner for owner in owners if owner.get("slot") == slot), None)
 

@@ -318,7 +318,7 @@ class PodNode:
     # ---- status ----
 
     def status(self) -> Mapping[str, object]:
-        """What `kvfs status` and Prometheus say of the pod."""
+        """The pod, for `kvfs status` and Prometheus."""
         statistics = self._pod.statistics()
         owners = statistics.owners
         is_heard = any(link.state == "up" for link in statistics.links)

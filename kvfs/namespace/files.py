@@ -165,8 +165,8 @@ class Namespace:
         return inode
 
     async def _take_over(self, number: InodeNumber, *, keep_content: bool = True) -> None:
-        """Copy up a block of another node that is about to be changed, and raise StaleInodeError: the kernel looks its
-        name up again, and finds the copy."""
+        """Copy up a block of another node that is about to be changed, and raise StaleInodeError. The kernel then looks
+        its name up again, and finds the copy."""
         if self._foreign is None or not is_foreign(number):
             return
         if keep_content:

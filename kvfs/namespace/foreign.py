@@ -1,7 +1,7 @@
 """Names of other nodes of a pod, for the namespace: directories that are entered here, and blocks that are copied to be
 changed.
 
-A node is an upper layer over all others, as in overlayfs: to change a block of another node is to copy it up, to remove
+A node is an upper layer over all others, as in overlayfs. To change a block of another node is to copy it up; to remove
 it is to tell everybody. A directory has the same inode number on every node, so whoever looks one up makes it.
 """
 
@@ -45,7 +45,7 @@ class ForeignNames:
         return None if found is None or found.directory else found
 
     def entry(self, parent: InodeNumber, name: bytes) -> Inode | None:
-        """What a look-up says of another node's block of this name."""
+        """Another node's block of this name, as a look-up has it."""
         found = self.block(parent, name)
         if found is None:
             return None

@@ -171,7 +171,7 @@ def _lag(pod: Json) -> str:
 
 
 def pod_advice(status: Json) -> list[str]:
-    """What the operator should know or act on."""
+    """All that the operator should know or act on."""
     pod = section(status, "pod")
     links, fill, found = items(pod, "engines"), section(pod, "map"), []
     away = [link for link in links if link.get("state") != "up"]

@@ -1,4 +1,4 @@
-"""What other nodes of a pod have on the devices, read into the pod map: at a start, and when their news were lost.
+"""Other nodes' blocks on the devices, read into the pod map: at a start, and when their news were lost.
 
 The summaries of their segments, and the block headers that no summary covers. A segment that is damaged, or on a device
 that is away, is a miss. Nothing of it is written, and nothing here decides what lives.
@@ -67,7 +67,7 @@ class ForeignLoader:
             async with trio.open_nursery() as nursery:
                 for _ in range(min(_READERS, len(used))):
                     nursery.start_soon(work)
-            # What is not on the devices any more is gone; of what could not be read nobody can say.
+            # Names that are not on the devices any more are gone; of a segment that could not be read nobody can say.
             lost = await trio.to_thread.run_sync(self._map.repeat_end, slot) if whole else 0
             self.loads += 1
             self.blocks += found

@@ -147,8 +147,8 @@ def usage(inode: Inode) -> dict[int, int]:
 
 
 class Counter:
-    """Numbers that never go back: the mount epoch in the high bits; in a pod the node's slot in the low ones, and
-    SLOT_STEP from one to the next."""
+    """Numbers that never go back, with the mount epoch in the high bits. In a pod the low ones are the node's slot, and
+    SLOT_STEP lies between two."""
 
     def __init__(self, epoch: int, slot: int = 0, step: int = 1) -> None:
         self.last, self._step = epoch << COUNTER_BITS | slot, step

@@ -12,8 +12,8 @@
 #define KVFS_FORMAT_VERSION 2
 #define KVFS_PAGE_SIZE 4096
 #define KVFS_NAME_MAX 255
-/* Inode numbers, versions, generations and sequences: the epoch of a mount, a counter, and the slot of the node that gave the number; 0 where a pool
- * has one node. A version is above all that its node has seen, so its epoch may be another node's. */
+/* Inode numbers, versions, generations and sequences: the epoch of a mount, a counter, and the slot of the node that gave the number. Where a pool has
+ * one node, the counter has the slot's bits too. A version is above all that its node has seen, so its epoch may be another node's. */
 #define KVFS_SLOT_BITS 12
 #define KVFS_COUNTER_BITS 40 /* of counter and slot */
 #define KVFS_EPOCH_MAX ((UINT64_C(1) << 21) - 1)

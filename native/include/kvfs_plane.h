@@ -333,7 +333,7 @@ int kvfs_plane_join(struct kvfs_plane *plane, uint32_t slot, uint32_t nodes, uin
 void kvfs_foreign_wait(struct kvfs_plane *plane, int on);
 struct kvfs_pod *kvfs_plane_pod(struct kvfs_plane *plane); /* the plane's; NULL: the pool is no pod */
 struct kvfs_news *kvfs_plane_news(struct kvfs_plane *plane);
-/* What the name leads to at other nodes. 0: a block; 1: a directory; -ENOENT; -EAGAIN: try again. */
+/* The block or directory that the name leads to at other nodes. 0: a block; 1: a directory; -ENOENT; -EAGAIN: try again. */
 int kvfs_foreign_find(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t name_size, struct kvfs_record *out);
 /* Remove a block's name of another node; every node is told. 0, -ENOENT; -EAGAIN: it is this node's, or a directory. */
 int kvfs_foreign_unlink(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t name_size);
@@ -355,9 +355,9 @@ int kvfs_foreign_apply(struct kvfs_plane *plane, uint32_t slot, const void *batc
                        struct kvfs_pod_applied *out);
 /* The inode numbers of this node's blocks with these keys, two words each; 0: there is none. Returns how many there are. */
 int kvfs_foreign_asked(struct kvfs_plane *plane, const uint64_t *keys, uint32_t count, uint64_t *inodes);
-/* What a native client says of blocks of other nodes (struct wire_foreign_block): enum wire_foreign_what. Returns how many entries went. */
+/* News of a native client about blocks of other nodes (struct wire_foreign_block); what: enum wire_foreign_what. Returns how many entries went. */
 int kvfs_foreign_note(struct kvfs_plane *plane, uint32_t what, const void *blocks, uint32_t count);
-/* Take in inode records that were found on the devices: those of blocks whose header is in this segment, in this life of it, and of directories.
+/* Take in inode records that were found on the devices. Those of blocks whose header is in this segment, in this life, count; and of directories.
  * Returns how many were taken, or -EBADMSG: one makes no sense. */
 int64_t kvfs_foreign_load(struct kvfs_plane *plane, uint32_t segment, uint64_t generation, const void *records, uint64_t size);
 /* The inode number of a directory of a pod. */

@@ -80,7 +80,7 @@ static void block_free(struct block *b) {
     free(b->leaves);
 }
 
-/* What a reader of the whole header says of these bytes. */
+/* The answer of a reader of the whole header to these bytes. */
 static int whole_read(const struct block *b, const uint8_t *header) {
     struct desc *desc = desc_new(b->record.header_pages);
     memcpy(desc->header, header, b->record.header_pages * PAGE);
@@ -91,7 +91,7 @@ static int whole_read(const struct block *b, const uint8_t *header) {
     return r;
 }
 
-/* What a reader of some leaves says, which has only those pages that it asked for. *read: how many. */
+/* The answer of a reader of some leaves, which has only those pages that it asked for. *read: how many. */
 static int part_read(const struct block *b, const uint8_t *header, uint32_t first, uint32_t end, uint32_t *read) {
     struct desc *desc = desc_new(b->record.header_pages);
     memset(desc->header, 0xa5, b->record.header_pages * PAGE);

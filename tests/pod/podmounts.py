@@ -20,7 +20,7 @@ from helpers import Pool, run, sanitizer_environment, wait_until
 
 from kvfs.frontend.asking import ControlClient
 
-# What a pod promises: news of a store or a removal, on an idle machine and with room for a busy one.
+# A pod promises news of a store or a removal within 50 ms; a busy machine gets more time.
 NEWS_S = 10.0
 
 
@@ -89,7 +89,7 @@ class Node(Pool):
         self._stop()
 
     def part(self) -> dict[str, Any]:
-        """What the daemon says of the pod."""
+        """The pod, as the daemon tells of it."""
         with ControlClient(self.path) as client:
             return cast("dict[str, Any]", client.call("status")["pod"])
 

@@ -1,4 +1,4 @@
-"""What happens when engines of a pod fail, lose or lie, and when two nodes change one name at once: real mounts, real
+"""Engines of a pod that fail, lose or lie, and two nodes that change one name at once: real mounts, real
 redis-servers. Each test is a row of the pod's table of faults; test_pod_lost_nodes.py has the rows of nodes."""
 
 from __future__ import annotations

@@ -11,7 +11,7 @@
 
 #include "kvfs_format.h"
 
-#define KVFS_WIRE_VERSION 4            /* that of format 2: a library that knows format 1 cannot read its blocks */
+#define KVFS_WIRE_VERSION 4            /* format 2 came with it: a library that knows format 1 cannot read its blocks */
 #define KVFS_WIRE_OLDEST 4             /* spoken too, by both sides: an upgrade of either leaves the other at work */
 #define KVFS_WIRE_SIZE_MAX (16u << 20) /* of a payload */
 #define KVFS_WIRE_FDS_MAX 128          /* in one frame */

@@ -6,7 +6,7 @@
 #include "kvfs_checksum.h"
 #include "kvfs_plane.h"
 
-/* One content is one inode for a kernel, so its page cache is always right: the id is made of the place and of the life of its segment. */
+/* The id is made of the place and of the life of its segment. So one content is one inode for a kernel, and its page cache is always right. */
 static uint64_t place_id(uint64_t secret, uint64_t generation, uint32_t segment, uint32_t page) {
     const uint64_t words[2] = {generation, (uint64_t)segment << 32 | page};
     return (kvfs_checksum(words, sizeof(words), secret) >> 3) | FOREIGN_BITS;
