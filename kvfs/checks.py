@@ -1,4 +1,4 @@
-"""Bytes as C judges them by themselves: whether records that come from a device can have been written, and checksums."""
+"""Bytes as C judges them by themselves: whether records of a device can have been written, and checksums."""
 
 from __future__ import annotations
 

@@ -41,9 +41,9 @@ struct connection {
     bool verify; /* leaves are checked */
     struct kvfs_table *table;
     bool in_pod;
-    struct kvfs_pod *pod;            /* names of the other nodes; NULL: the pool is no pod */
-    struct foreign_known *known;     /* their blocks, by node id */
-    int *fds; /* devices */
+    struct kvfs_pod *pod;        /* names of the other nodes; NULL: the pool is no pod */
+    struct foreign_known *known; /* their blocks, by node id */
+    int *fds;                    /* devices */
     uint32_t memory_alignment;
     int socket;
     pthread_mutex_t send_lock;    /* one frame is sent; taken before socket_lock, if both are */

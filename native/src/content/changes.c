@@ -62,28 +62,29 @@ static void news_here(struct kvfs_plane *plane, const struct kvfs_inode_record *
         return;
     const bool passing = name_is_passing(name, r->name_size);
     foreign_key(&plane->array.geometry, r->parent, name, r->name_size, &low, &high);
-    const struct kvfs_news_item item = {.kind = directory ? KVFS_POD_DIRECTORY_HERE : KVFS_POD_HERE,
-                                        .flags = (uint8_t)((keyed ? KVFS_NEWS_KEYED : 0) | (first ? KVFS_NEWS_FIRST : 0) |
-                                                           (passing ? KVFS_NEWS_HIDDEN : 0)),
-                                        .hold_ns = passing ? PASSING_HOLD_NS : HOLD_NS,
-                                        .key_low = low,
-                                        .key_high = high,
-                                        .version = r->version,
-                                        .segment = r->segment,
-                                        .page = r->page,
-                                        .generation = r->generation,
-                                        .size = r->size,
-                                        .header_pages = r->header_pages,
-                                        .mode = r->mode | (r->extent_count ? KVFS_POD_EXTENTS : 0),
-                                        .uid = r->uid,
-                                        .gid = r->gid};
+    const struct kvfs_news_item item = {
+        .kind = directory ? KVFS_POD_DIRECTORY_HERE : KVFS_POD_HERE,
+        .flags = (uint8_t)((keyed ? KVFS_NEWS_KEYED : 0) | (first ? KVFS_NEWS_FIRST : 0) | (passing ? KVFS_NEWS_HIDDEN : 0)),
+        .hold_ns = passing ? PASSING_HOLD_NS : HOLD_NS,
+        .key_low = low,
+        .key_high = high,
+        .version = r->version,
+        .segment = r->segment,
+        .page = r->page,
+        .generation = r->generation,
+        .size = r->size,
+        .header_pages = r->header_pages,
+        .mode = r->mode | (r->extent_count ? KVFS_POD_EXTENTS : 0),
+        .uid = r->uid,
+        .gid = r->gid};
     kvfs_news_add(plane->news, &item);
     if (kvfs_pod_remove(plane->pod, low, high, r->version) == -ESTALE) /* another node has stored it later */
         event_add(plane, KVFS_EVENT_OVERTAKEN, r->inode, r->version);
 }
 
 static void news_gone(struct kvfs_plane *plane, const struct kvfs_record *was) {
-    if (!plane->news || was->flags & (KVFS_INODE_NAMELESS | KVFS_INODE_BORROWED) || (was->kind != KVFS_KIND_DIRECTORY && !(was->flags & KVFS_INODE_SEALED)))
+    if (!plane->news || was->flags & (KVFS_INODE_NAMELESS | KVFS_INODE_BORROWED) ||
+        (was->kind != KVFS_KIND_DIRECTORY && !(was->flags & KVFS_INODE_SEALED)))
         return;
     const struct kvfs_news_item item = {.kind = was->kind == KVFS_KIND_DIRECTORY ? KVFS_POD_DIRECTORY_GONE : KVFS_POD_GONE,
                                         .key_low = was->key_low,

@@ -412,12 +412,12 @@ struct kvfs_plane {
     struct kvfs_array array;
     struct kvfs_table *table;
     struct kvfs_names *names;
-    struct feed *feed;                    /* NULL: nobody has subscribed; within a step */
-    struct kvfs_pod *pod;                 /* the names of other nodes, and what this one tells them. All NULL: the pool is no pod */
+    struct feed *feed;    /* NULL: nobody has subscribed; within a step */
+    struct kvfs_pod *pod; /* the names of other nodes, and what this one tells them. All NULL: the pool is no pod */
     struct kvfs_news *news;
     struct foreign_known *known;
     struct tombstones *tombstones;
-    atomic_bool waits_for_news; /* look-ups that miss */
+    atomic_bool waits_for_news;           /* look-ups that miss */
     struct flush *flushes, *flushes_last; /* waiting for room; within a step */
     struct reservations reservations;
     struct arena staging, staging_small, reading, reading_small;

@@ -161,8 +161,8 @@ int kvfs_foreign_known(struct kvfs_plane *plane, uint64_t inode, struct kvfs_rec
 static void directories_look(struct kvfs_plane *plane, const uint8_t *batch) {
     struct kvfs_pod_batch head;
     memcpy(&head, batch, sizeof(head));
-    const uint8_t *at = batch + sizeof(head) + head.segment_count * sizeof(struct kvfs_pod_batch_segment) +
-                        head.shape_count * sizeof(struct kvfs_pod_batch_shape);
+    const uint8_t *at =
+        batch + sizeof(head) + head.segment_count * sizeof(struct kvfs_pod_batch_segment) + head.shape_count * sizeof(struct kvfs_pod_batch_shape);
     for (uint32_t i = 0; i < head.record_count; i++, at += sizeof(struct kvfs_pod_batch_record)) {
         struct kvfs_pod_batch_record r;
         struct kvfs_record own;

@@ -184,8 +184,8 @@ static int rename_file(struct kvfs_plane *plane, uint64_t parent, const char *na
     const struct kvfs_inode_record *record, *target;
     uint32_t size = (uint32_t)strlen(name), new_size = (uint32_t)strlen(new_name);
     const struct kvfs_inode_record *directory = directory_here(plane, new_parent);
-    if (!directory_here(plane, parent) || !directory || directory->flags & KVFS_INODE_BORROWED || name_holder(plane, parent, name, size, &record) != 1 ||
-        record->kind != KVFS_KIND_FILE || record->flags & KVFS_INODE_SLAB)
+    if (!directory_here(plane, parent) || !directory || directory->flags & KVFS_INODE_BORROWED ||
+        name_holder(plane, parent, name, size, &record) != 1 || record->kind != KVFS_KIND_FILE || record->flags & KVFS_INODE_SLAB)
         return -EAGAIN;
     if (name_holder(plane, new_parent, new_name, new_size, &target) != 0 || names_is_untold(plane->names, new_parent, new_name, new_size))
         return -EAGAIN;

@@ -377,7 +377,7 @@ int kvfs_names_create(struct kvfs_names **out) {
         return -ENOMEM;
     }
     if (getrandom(&names->seed, sizeof(names->seed), GRND_NONBLOCK) != sizeof(names->seed))
-    names->seed = now_ns();
+        names->seed = now_ns();
     *out = names;
     return 0;
 }
@@ -730,7 +730,6 @@ void kvfs_names_leave(struct kvfs_names *names, uint32_t reason, int on) {
 }
 
 /* ---- numbers ---- */
-
 
 void kvfs_names_number(struct kvfs_names *names, uint64_t number, int in_pod) {
     pthread_mutex_lock(&names->lock);

@@ -66,7 +66,7 @@ struct kvfs_names {
     uint64_t grouped; /* entries with an attribute that names a group */
     uint64_t seed, batch;
     uint64_t last_inode, last_version;
-    uint64_t step; /* from one number to the next */
+    uint64_t step;         /* from one number to the next */
     struct link in_flight; /* versions */
     uint32_t left;         /* enum kvfs_names_leave */
     struct untold untold;
