@@ -212,7 +212,7 @@ def test_news_that_are_forged_or_damaged_do_no_harm(pod: Pod, here: str) -> None
         batches = [fields[b"b"] for _, fields in client.xrange(own) if b"b" in fields]
         last = batches[-1]
         head = struct.Struct("<QIIQQQHHHHII")
-        magic, version, size, checksum, start, number, *rest = head.unpack_from(last)
+        magic, version, _, checksum, start, number, *rest = head.unpack_from(last)
         ends = number + max(1, rest[4])
 
         def forged(number: int, records: int, data: bytes = b"") -> bytes:
