@@ -260,8 +260,12 @@ static void fetch_finish(struct fetch *fetch) {
         lane->orphan_count++;
         atomic_fetch_add(&lane->client->orphans, 1);
     }
-    if (fetch->result == -EIO || fetch->result == -ETIMEDOUT)
+    if (fetch->result == -EIO || fetch->result == -ETIMEDOUT) {
         client_failed(lane->client, fetch->record.inode);
+        if (fetch->record.flags & KVFS_INODE_FOREIGN) /* exists() says no meanwhile */
+            kvfs_pod_avoid(lane->connection->pod, fetch->record.segment,
+                           now_ns() + FOREIGN_AVOID * lane->client->options.timeout_ms * UINT64_C(1000000));
+    }
     assert(lane->active_count > 0);
     lane->active_count--;
     fetch->done(lane, fetch);

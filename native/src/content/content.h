@@ -353,6 +353,8 @@ bool foreign_moved(struct kvfs_plane *plane, struct node *node, const struct kvf
 int node_record(struct kvfs_plane *plane, struct node *node, struct kvfs_record *out);
 /* A handle has one content: a foreign block that its owner moved has the inode number and version that its header had before. */
 bool foreign_is_same(struct node *node, const struct desc *desc);
+/* A device of the segment gives no answer: its blocks are misses for a while. */
+void foreign_avoid(struct kvfs_plane *plane, uint32_t segment);
 /* Its owner is told, some time, that it was used. */
 void foreign_hit(struct kvfs_plane *plane, const struct kvfs_record *record);
 /* The plane comes down. */

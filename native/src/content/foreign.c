@@ -34,6 +34,10 @@ bool foreign_is_same(struct node *node, const struct desc *desc) {
     return same;
 }
 
+void foreign_avoid(struct kvfs_plane *plane, uint32_t segment) {
+    kvfs_pod_avoid(plane->pod, segment, now_ns() + FOREIGN_AVOID * plane->array.io_timeout_ms * UINT64_C(1000000));
+}
+
 bool foreign_moved(struct kvfs_plane *plane, struct node *node, const struct kvfs_record *failed) {
     struct kvfs_record now;
     kvfs_pod_forget(plane->pod, failed->key_low, failed->key_high, failed->segment, failed->page);

@@ -283,6 +283,8 @@ static void read_foreign_complete(struct request *request, int error, uint64_t e
         read_submit(request);
         return;
     }
+    if (error != -EBADMSG && error != -ENOMEM)
+        foreign_avoid(plane, request->record.segment);
     read_finish(request, -EIO);
 }
 

@@ -5,6 +5,8 @@
 #include "block/block.h"
 #include "kvfs_pod.h"
 
+/* A segment whose device gave no answer is avoided for so many times the time that it had. */
+#define FOREIGN_AVOID 4u
 /* Bits of a node id that is made of a block's place; on no device. */
 #define FOREIGN_BITS (UINT64_C(3) << 61)
 
