@@ -167,7 +167,7 @@ def _await(client: Client, keys: Sequence[bytes]) -> None:
 
 
 def look_ups(bench: Bench) -> None:
-    """exists() of own and of others' blocks, with all owners."""
+    """exists() of blocks of one and of many owners, and of own ones."""
     keys = {}
     with _clients(*bench.nodes) as clients:
         for i, client in enumerate(clients):
@@ -175,12 +175,19 @@ def look_ups(bench: Bench) -> None:
             _put(client, keys[i], 4096)
         for i in keys:
             _await(clients[0], keys[i])
-        others = [key for i in keys if i for key in keys[i]]
-        mixed = others[: len(keys[0])]
-        reader = clients[0]
-        bench.pairs("exists", f"2,000 keys of {len(keys) - 1} other owners beside 2,000 own, by libkvfs", "1.1",
-                    lambda: _timed(lambda: [reader.exists(keys[0]) for _ in range(10)]),
-                    lambda: _timed(lambda: [reader.exists(mixed) for _ in range(10)]))  # fmt: skip
+        one = keys[1]
+        spread = [key for i in keys if i for key in keys[i][: len(one) // (len(keys) - 1)]]
+        one = one[: len(spread)]
+        reader, own = clients[0], keys[0][: len(spread)]
+
+        def look(wanted: Sequence[bytes]) -> float:
+            return _timed(lambda: [reader.exists(wanted) for _ in range(10)])
+
+        if len(keys) > 2:
+            bench.pairs("exists, many owners", f"{len(one)} keys of {len(keys) - 1} other owners beside as many of one",
+                        "1.1", lambda: look(one), lambda: look(spread))  # fmt: skip
+        bench.pairs("exists, own and another's", f"{len(one)} keys of another owner beside as many own ones: two "
+                    "look-ups, not one", "-", lambda: look(own), lambda: look(one))  # fmt: skip
 
 
 def look_ups_by_files(bench: Bench) -> None:
