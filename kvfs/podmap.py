@@ -15,8 +15,8 @@ from kvfs._native import ffi, lib
 from kvfs.errors import KvfsError
 from kvfs.types import NAME_MAX, InodeNumber
 
-BATCH_SIZE_MAX = 65536
-BATCH_RECORDS_MAX = 1637
+BATCH_SIZE_MAX: int = lib.KVFS_POD_BATCH_SIZE_MAX
+BATCH_RECORDS_MAX: int = lib.KVFS_POD_BATCH_RECORDS_MAX
 # Of struct wire_foreign_block.
 FOREIGN_BLOCK_SIZE = 24
 _TOMBSTONES = 1024
