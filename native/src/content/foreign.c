@@ -25,11 +25,15 @@ int node_record(struct kvfs_plane *plane, struct node *node, struct kvfs_record 
     return 0;
 }
 
+static bool is_content(const struct node *node, const struct desc *desc) {
+    return !node->content.inode || (node->content.inode == desc->inode && node->content.version == desc->version);
+}
+
 bool foreign_is_same(struct node *node, const struct desc *desc) {
     if (!node->foreign)
         return true;
     pthread_mutex_lock(&node->lock);
-    bool same = !node->desc || (node->desc->inode == desc->inode && node->desc->version == desc->version);
+    bool same = is_content(node, desc);
     pthread_mutex_unlock(&node->lock);
     return same;
 }
@@ -38,10 +42,32 @@ void foreign_avoid(struct kvfs_plane *plane, uint32_t segment) {
     kvfs_pod_avoid(plane->pod, segment, now_ns() + FOREIGN_AVOID * plane->array.io_timeout_ms * UINT64_C(1000000));
 }
 
-bool foreign_moved(struct kvfs_plane *plane, struct node *node, const struct kvfs_record *failed) {
-    struct kvfs_record now;
-    kvfs_pod_forget(plane->pod, failed->key_low, failed->key_high, failed->segment, failed->page);
-    if (foreign_again(plane->pod, &plane->array.geometry, failed, &now) < 0 || now.size != failed->size)
+bool foreign_proven(struct kvfs_plane *plane, struct node *node, const struct desc *desc) {
+    pthread_mutex_lock(&node->lock);
+    bool same = is_content(node, desc);
+    if (!node->content.inode) {
+        node->content = (struct foreign_content){desc->inode, desc->version};
+        foreign_known_read(plane->known, node->inode, &node->content);
+    }
+    pthread_mutex_unlock(&node->lock);
+    return same;
+}
+
+bool foreign_moved(struct kvfs_plane *plane, struct node *node, const struct kvfs_record *failed, const struct desc *desc) {
+    struct kvfs_record then = *failed, now;
+    if (!then.header_pages) {
+        node_record(plane, node, &then);
+        then.generation = desc->generation;
+        then.segment = desc->segment;
+        then.page = desc->page;
+    }
+    if (foreign_again(plane->pod, &plane->array.geometry, &then, &now) < 0)
+        return false;
+    if (now.generation == then.generation && now.segment == then.segment && now.page == then.page) {
+        kvfs_pod_forget(plane->pod, then.key_low, then.key_high, then.segment, then.page);
+        return false;
+    }
+    if (now.size != then.size)
         return false;
     pthread_mutex_lock(&node->lock);
     now.inode = node->inode;
