@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import functools
 import os
 import pathlib
 import random
@@ -167,6 +168,35 @@ def test_a_dead_nodes_block_that_is_removed_stays_removed(pod: Pod, here: str, r
     for node in pod.nodes:
         for name in names[:5]:
             assert not (node.mount / name).exists()
+
+
+def test_a_dead_nodes_block_that_was_replaced_and_removed_stays_removed(pod: Pod, here: str) -> None:
+    a, b, _ = pod.nodes
+    names = [f"{here}/{i}" for i in range(6)]
+    for i, name in enumerate(names):
+        sealed(a.mount / name, block(i, 65536))
+        for node in pod.nodes[1:]:
+            found(node.mount / name, block(i, 65536))
+    a.kill()
+    for i, name in enumerate(names):
+        sealed(b.mount / name, block(100 + i, 65536))
+    wait_until(functools.partial(_is, pod.nodes[2].mount / names[5], block(105, 65536)), "the news", timeout_s=20)
+    for name in names[:3]:
+        (b.mount / name).unlink()
+    b.umount()
+    b.start()
+    a.remount()
+    settle(pod.nodes)
+    for node in pod.nodes:
+        for i, name in enumerate(names):
+            if i < 3:
+                missing(node.mount / name, BACK_S)
+            else:
+                wait_until(functools.partial(_is, node.mount / name, block(100 + i, 65536)), name, timeout_s=BACK_S)
+
+
+def _is(path: pathlib.Path, data: bytes) -> bool:
+    return path.exists() and path.read_bytes() == data
 
 
 # ---- standing still ----

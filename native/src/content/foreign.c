@@ -90,6 +90,21 @@ static void gone_tell(struct kvfs_plane *plane, uint64_t key_low, uint64_t key_h
     kvfs_news_add(plane->news, &item);
 }
 
+static void tombstone_add(struct kvfs_plane *plane, uint64_t key_low, uint64_t key_high, uint64_t version, uint32_t slot) {
+    plane->tombstones->all[plane->tombstones->added++ % TOMBSTONES_MAX] =
+        (struct kvfs_tombstone){.key_low = key_low, .key_high = key_high, .version = version, .slot = slot};
+}
+
+bool foreign_replaced(struct kvfs_plane *plane, uint64_t key_low, uint64_t key_high, uint64_t by_version) {
+    struct kvfs_pod_found found;
+    if (kvfs_pod_find(plane->pod, key_low, key_high, &found) < 0)
+        return false;
+    uint64_t version = found.directory ? 0 : kvfs_pod_version(plane->pod, key_low, key_high);
+    if (version && version < by_version)
+        tombstone_add(plane, key_low, key_high, version, found.slot);
+    return true;
+}
+
 uint32_t kvfs_foreign_tombstones(struct kvfs_plane *plane, struct kvfs_tombstone *out, uint32_t capacity) {
     struct tombstones *tombstones = plane->tombstones;
     uint32_t count = 0;
@@ -128,8 +143,7 @@ int foreign_unlink(struct kvfs_plane *plane, uint64_t parent, const char *name, 
         uint64_t version = kvfs_names_next_version(plane->names);
         kvfs_pod_remove(plane->pod, record.key_low, record.key_high, version);
         gone_tell(plane, record.key_low, record.key_high, version);
-        plane->tombstones->all[plane->tombstones->added++ % TOMBSTONES_MAX] = (struct kvfs_tombstone){
-            .key_low = record.key_low, .key_high = record.key_high, .version = version, .slot = kvfs_pod_owner(plane->pod, record.segment)};
+        tombstone_add(plane, record.key_low, record.key_high, version, kvfs_pod_owner(plane->pod, record.segment));
     }
     kvfs_names_end(plane->names);
     return r == 1 ? -EAGAIN : r;

@@ -286,8 +286,8 @@ static void read_foreign_complete(struct request *request, int error, uint64_t e
         read_submit(request);
         return;
     }
-    if (error != -EBADMSG && error != -ENOMEM)
-        foreign_avoid(plane, request->record.segment);
+    if (error != -EBADMSG && error != -ESTALE && error != -ENOMEM) /* a header that the node has kept came without a look-up */
+        foreign_avoid(plane, request->record.header_pages ? request->record.segment : request->desc->segment);
     read_finish(request, -EIO);
 }
 
