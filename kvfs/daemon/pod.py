@@ -173,6 +173,8 @@ class PodNode:
                 nursery.start_soon(self._follow_removals)
                 await trio.sleep_forever()
             finally:
+                # No request can come any more: those of the last moment, before the index closes.
+                self._tombstones.take()
                 with trio.CancelScope(shield=True):
                     await trio.to_thread.run_sync(self._pod.stop, _STOP_S)
                 self._source.close()

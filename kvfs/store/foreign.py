@@ -28,8 +28,9 @@ _READERS = 4
 _LIFE_TRIES = 8
 _SWEEP_BUCKETS = 1 << 20
 _TOMBSTONE_PREFIX = b"tomb:"
-_TOMBSTONE_KEY = struct.Struct(">QQ")
-_TOMBSTONE_VALUE = struct.Struct("<QI")
+# The name's key and the owner: a name may have been removed of several.
+_TOMBSTONE_KEY = struct.Struct(">QQI")
+_TOMBSTONE_VALUE = struct.Struct("<Q")
 # Of one owner; beyond it the oldest are forgotten, and their names may come back with it.
 _TOMBSTONES_MAX = 1 << 20
 
@@ -125,8 +126,8 @@ class Tombstones:
         self._index, self._map = index, podmap
         self._by_slot: dict[int, dict[bytes, Tombstone]] = {}
         for key, value in index.meta_items(_TOMBSTONE_PREFIX):
-            low, high = _TOMBSTONE_KEY.unpack(key[len(_TOMBSTONE_PREFIX) :])
-            version, slot = _TOMBSTONE_VALUE.unpack(value)
+            low, high, slot = _TOMBSTONE_KEY.unpack(key[len(_TOMBSTONE_PREFIX) :])
+            (version,) = _TOMBSTONE_VALUE.unpack(value)
             self._by_slot.setdefault(slot, {})[key] = Tombstone(low, high, version, slot)
 
     def __len__(self) -> int:
@@ -135,12 +136,12 @@ class Tombstones:
     def take(self) -> None:
         """Remember those of the last moment."""
         for found in self._map.tombstones():
-            key = _TOMBSTONE_PREFIX + _TOMBSTONE_KEY.pack(found.key_low, found.key_high)
+            key = _TOMBSTONE_PREFIX + _TOMBSTONE_KEY.pack(found.key_low, found.key_high, found.slot)
             some = self._by_slot.setdefault(found.slot, {})
             if key not in some and len(some) >= _TOMBSTONES_MAX:
                 self._forget(some, next(iter(some)))
             some[key] = found
-            self._index.meta_put(key, _TOMBSTONE_VALUE.pack(found.version, found.slot))
+            self._index.meta_put(key, _TOMBSTONE_VALUE.pack(found.version))
 
     def tell(self, slot: int) -> None:
         """Tell of those of one owner again."""

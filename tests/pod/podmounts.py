@@ -91,7 +91,7 @@ class Node(Pool):
     def part(self) -> dict[str, Any]:
         """The pod, as the daemon tells of it."""
         with ControlClient(self.path) as client:
-            return cast("dict[str, Any]", client.call("status")["pod"])
+            return cast("dict[str, Any]", cast("dict[str, Any]", client.call("status"))["pod"])
 
     def signal(self, number: int) -> None:
         os.kill(self.pid(), number)

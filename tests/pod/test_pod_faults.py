@@ -357,6 +357,21 @@ def test_an_unlink_of_the_others_block_while_its_owner_stores_it_again(pod: Pod,
         assert content(a.mount / here / str(i)) != block(2 * i, 8192), f"{i}: it was removed, or stored anew"
 
 
+def test_a_name_of_the_other_that_is_replaced_and_removed_at_once_is_gone(pod: Pod, here: str) -> None:
+    a, b = pod.nodes
+    names = [f"{here}/{i}" for i in range(40)]
+    for i, name in enumerate(names):
+        stored(a, name, block(i, 8192))
+    for i, name in enumerate(names):
+        found(b.mount / name, block(i, 8192))
+    for i, name in enumerate(names):
+        (b.mount / name).write_bytes(block(100 + i, 8192))
+        (b.mount / name).unlink()
+    for name in names:
+        for node in (b, a):
+            missing(node.mount / name)
+
+
 # ---- one content each handle ----
 
 

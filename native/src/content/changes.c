@@ -62,6 +62,8 @@ static void news_here(struct kvfs_plane *plane, const struct kvfs_inode_record *
         return;
     const bool passing = name_is_passing(name, r->name_size);
     foreign_key(&plane->array.geometry, r->parent, name, r->name_size, &low, &high);
+    if (foreign_replaced(plane, low, high, r->version))
+        first = false; /* an end of it is news to others, however soon */
     const struct kvfs_news_item item = {
         .kind = directory ? KVFS_POD_DIRECTORY_HERE : KVFS_POD_HERE,
         .flags = (uint8_t)((keyed ? KVFS_NEWS_KEYED : 0) | (first ? KVFS_NEWS_FIRST : 0) | (passing ? KVFS_NEWS_HIDDEN : 0)),

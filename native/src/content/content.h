@@ -11,6 +11,7 @@
 #include "content/reservations.h"
 #include "io/ring.h"
 #include "names/names.h"
+#include "pod/foreign.h"
 #include "kvfs.h"
 #include "kvfs_plane.h"
 
@@ -59,8 +60,9 @@ struct node {
     /* Until this time guests may cache the attributes of an open block. A rewrite waits for it. Under the lock. */
     uint64_t promised_until_ns;
     bool rewriting;
-    struct kvfs_record *foreign; /* a block of another node: where it was found. Set when the node is made */
-    pthread_mutex_t lock;        /* desc, file, *foreign */
+    struct kvfs_record *foreign;    /* a block of another node: where it was found. Set when the node is made */
+    struct foreign_content content; /* what a kernel may have of it */
+    pthread_mutex_t lock;           /* desc, file, *foreign, content */
     struct desc *desc;
     struct file *file;
     uint64_t placements;                 /* the last chunk's placement. Under the lock; it outlives the file */
@@ -347,12 +349,16 @@ void slow_add(struct kvfs_plane *plane, uint32_t opcode, uint64_t inode, uint64_
 int foreign_look(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t name_size, struct kvfs_record *out);
 /* The record of an inode of this node, or of a foreign block that was looked up. 0, -ENOENT, -EAGAIN. */
 int record_find(struct kvfs_plane *plane, uint64_t inode, struct kvfs_record *out);
-/* A read of the node's block failed by its proofs: true: it lies elsewhere by now, and the node says where. */
-bool foreign_moved(struct kvfs_plane *plane, struct node *node, const struct kvfs_record *failed);
+/* A read of the node's block failed by its proofs, at the place in `failed`, or in `desc` where failed->header_pages is 0. True: it lies elsewhere by
+ * now, and the node says where. */
+bool foreign_moved(struct kvfs_plane *plane, struct node *node, const struct kvfs_record *failed, const struct desc *desc);
 /* The node's record: as the table has it, or where a foreign block was found last. */
 int node_record(struct kvfs_plane *plane, struct node *node, struct kvfs_record *out);
-/* A handle has one content: a foreign block that its owner moved has the inode number and version that its header had before. */
+/* A node has one content, as have its handles and the kernel's pages of it: a foreign block that its owner moved has the inode number and version that
+ * its header had before. */
 bool foreign_is_same(struct node *node, const struct desc *desc);
+/* The same of a foreign block of which all is proven: from now on it is the node's content. */
+bool foreign_proven(struct kvfs_plane *plane, struct node *node, const struct desc *desc);
 /* A device of the segment gives no answer: its blocks are misses for a while. */
 void foreign_avoid(struct kvfs_plane *plane, uint32_t segment);
 /* Its owner is told, some time, that it was used. */
@@ -361,6 +367,9 @@ void foreign_hit(struct kvfs_plane *plane, const struct kvfs_record *record);
 void foreign_leave(struct kvfs_plane *plane);
 /* The name leads to a block of another node, and to nothing here. */
 bool foreign_holds(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t size);
+/* A block is stored here under a key, within a step. True: another node has that name. Its block is remembered as removed: the node may be away, and
+ * would bring it back once the new block is gone. */
+bool foreign_replaced(struct kvfs_plane *plane, uint64_t key_low, uint64_t key_high, uint64_t by_version);
 /* Remove a name of another node: every node is told. 0; -ENOENT: no node has it; -EAGAIN: it is this node's, or a directory, or nobody can say. */
 int foreign_unlink(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t size);
 

@@ -25,11 +25,15 @@ int node_record(struct kvfs_plane *plane, struct node *node, struct kvfs_record 
     return 0;
 }
 
+static bool is_content(const struct node *node, const struct desc *desc) {
+    return !node->content.inode || (node->content.inode == desc->inode && node->content.version == desc->version);
+}
+
 bool foreign_is_same(struct node *node, const struct desc *desc) {
     if (!node->foreign)
         return true;
     pthread_mutex_lock(&node->lock);
-    bool same = !node->desc || (node->desc->inode == desc->inode && node->desc->version == desc->version);
+    bool same = is_content(node, desc);
     pthread_mutex_unlock(&node->lock);
     return same;
 }
@@ -38,10 +42,32 @@ void foreign_avoid(struct kvfs_plane *plane, uint32_t segment) {
     kvfs_pod_avoid(plane->pod, segment, now_ns() + FOREIGN_AVOID * plane->array.io_timeout_ms * UINT64_C(1000000));
 }
 
-bool foreign_moved(struct kvfs_plane *plane, struct node *node, const struct kvfs_record *failed) {
-    struct kvfs_record now;
-    kvfs_pod_forget(plane->pod, failed->key_low, failed->key_high, failed->segment, failed->page);
-    if (foreign_again(plane->pod, &plane->array.geometry, failed, &now) < 0 || now.size != failed->size)
+bool foreign_proven(struct kvfs_plane *plane, struct node *node, const struct desc *desc) {
+    pthread_mutex_lock(&node->lock);
+    bool same = is_content(node, desc);
+    if (!node->content.inode) {
+        node->content = (struct foreign_content){desc->inode, desc->version};
+        foreign_known_read(plane->known, node->inode, &node->content);
+    }
+    pthread_mutex_unlock(&node->lock);
+    return same;
+}
+
+bool foreign_moved(struct kvfs_plane *plane, struct node *node, const struct kvfs_record *failed, const struct desc *desc) {
+    struct kvfs_record then = *failed, now;
+    if (!then.header_pages) {
+        node_record(plane, node, &then);
+        then.generation = desc->generation;
+        then.segment = desc->segment;
+        then.page = desc->page;
+    }
+    if (foreign_again(plane->pod, &plane->array.geometry, &then, &now) < 0)
+        return false;
+    if (now.generation == then.generation && now.segment == then.segment && now.page == then.page) {
+        kvfs_pod_forget(plane->pod, then.key_low, then.key_high, then.segment, then.page);
+        return false;
+    }
+    if (now.size != then.size)
         return false;
     pthread_mutex_lock(&node->lock);
     now.inode = node->inode;
@@ -62,6 +88,21 @@ struct tombstones {
 static void gone_tell(struct kvfs_plane *plane, uint64_t key_low, uint64_t key_high, uint64_t version) {
     const struct kvfs_news_item item = {.kind = KVFS_POD_GONE, .key_low = key_low, .key_high = key_high, .version = version};
     kvfs_news_add(plane->news, &item);
+}
+
+static void tombstone_add(struct kvfs_plane *plane, uint64_t key_low, uint64_t key_high, uint64_t version, uint32_t slot) {
+    plane->tombstones->all[plane->tombstones->added++ % TOMBSTONES_MAX] =
+        (struct kvfs_tombstone){.key_low = key_low, .key_high = key_high, .version = version, .slot = slot};
+}
+
+bool foreign_replaced(struct kvfs_plane *plane, uint64_t key_low, uint64_t key_high, uint64_t by_version) {
+    struct kvfs_pod_found found;
+    if (kvfs_pod_find(plane->pod, key_low, key_high, &found) < 0)
+        return false;
+    uint64_t version = found.directory ? 0 : kvfs_pod_version(plane->pod, key_low, key_high);
+    if (version && version < by_version)
+        tombstone_add(plane, key_low, key_high, version, found.slot);
+    return true;
 }
 
 uint32_t kvfs_foreign_tombstones(struct kvfs_plane *plane, struct kvfs_tombstone *out, uint32_t capacity) {
@@ -102,8 +143,7 @@ int foreign_unlink(struct kvfs_plane *plane, uint64_t parent, const char *name, 
         uint64_t version = kvfs_names_next_version(plane->names);
         kvfs_pod_remove(plane->pod, record.key_low, record.key_high, version);
         gone_tell(plane, record.key_low, record.key_high, version);
-        plane->tombstones->all[plane->tombstones->added++ % TOMBSTONES_MAX] = (struct kvfs_tombstone){
-            .key_low = record.key_low, .key_high = record.key_high, .version = version, .slot = kvfs_pod_owner(plane->pod, record.segment)};
+        tombstone_add(plane, record.key_low, record.key_high, version, kvfs_pod_owner(plane->pod, record.segment));
     }
     kvfs_names_end(plane->names);
     return r == 1 ? -EAGAIN : r;

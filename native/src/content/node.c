@@ -57,6 +57,12 @@ int node_open(struct kvfs_plane *plane, uint64_t inode, struct user *user, bool 
         failed = node;
         node = NULL;
     }
+    if (node && foreign && !node->handles) {
+        pthread_mutex_lock(&node->lock);
+        if (!node->content.inode)
+            node->content = foreign_known_content(plane->known, inode);
+        pthread_mutex_unlock(&node->lock);
+    }
     if (node && !hold_add(node, user)) {
         failed = node;
         node = NULL;

@@ -273,18 +273,21 @@ static void read_succeed(struct request *request, uint64_t end) {
 /* A foreign block proves itself, wherever its name leads by now. If it does not, its owner may have moved it. */
 static void read_foreign_complete(struct request *request, int error, uint64_t end) {
     struct kvfs_plane *plane = request->io->plane;
+    if (error == 0 && !foreign_proven(plane, request->node, request->desc))
+        error = -ESTALE;
     if (error == 0) {
         read_succeed(request, end);
         return;
     }
-    if (error == -EBADMSG && request->groups_held == 0 && request->retries++ < 4 && foreign_moved(plane, request->node, &request->record)) {
+    if (error == -EBADMSG && request->groups_held == 0 && request->retries++ < 4 &&
+        foreign_moved(plane, request->node, &request->record, request->desc)) {
         desc_put(request->desc);
         request->desc = NULL;
         read_submit(request);
         return;
     }
-    if (error != -EBADMSG && error != -ENOMEM)
-        foreign_avoid(plane, request->record.segment);
+    if (error != -EBADMSG && error != -ESTALE && error != -ENOMEM) /* a header that the node has kept came without a look-up */
+        foreign_avoid(plane, request->record.header_pages ? request->record.segment : request->desc->segment);
     read_finish(request, -EIO);
 }
 
@@ -297,7 +300,7 @@ static void read_complete(struct request *request) {
     if (error == 0 && request->load_header) {
         error = desc_verify(&plane->array.geometry, desc, &request->record);
         if (error == 0 && !foreign_is_same(request->node, desc))
-            error = -EBADMSG;
+            error = -ESTALE; /* a sound block, which others may read */
         if (error == 0) {
             request->load_header = false;
             header_only = request->record.extent_count > 0;

@@ -176,12 +176,14 @@ static void do_open(struct server *server, struct fuse_in_header *in) {
     }
     pthread_mutex_lock(&node->lock);
     bool written = node->file != NULL;
+    /* Pages that the kernel has of another node's block are kept only while it is known of which content they are. */
+    bool unsure = node->foreign && !node->content.inode;
     pthread_mutex_unlock(&node->lock);
     out.open_flags = OPEN_NOFLUSH;
     bool uncached = !server->transport->guest && host_opens_uncached(node);
     if ((written && cache_bypass(server->transport, node, false)) || uncached)
         out.open_flags |= OPEN_DIRECT_IO;
-    else if (!server->transport->guest && !written && record.flags & KVFS_INODE_SEALED && !(record.flags & KVFS_INODE_REWRITTEN) &&
+    else if (!server->transport->guest && !written && !unsure && record.flags & KVFS_INODE_SEALED && !(record.flags & KVFS_INODE_REWRITTEN) &&
              node->writers == 0)
         out.open_flags |= OPEN_KEEP_CACHE;
     COUNT(plane, opens, 1);

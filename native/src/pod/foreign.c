@@ -80,6 +80,7 @@ int foreign_again(const struct kvfs_pod *pod, const struct geometry *geometry, c
 struct known {
     struct kvfs_record record; /* inode 0: none */
     char *name;                /* NULL: none */
+    struct foreign_content content;
 };
 struct foreign_known {
     pthread_mutex_t locks[KNOWN_LOCKS];
@@ -133,6 +134,7 @@ int foreign_known_add(struct foreign_known *known, const struct kvfs_record *rec
         known->next[set] = (uint8_t)((known->next[set] + 1) % KNOWN_WAYS);
         free(at->name);
         at->name = NULL;
+        at->content = (struct foreign_content){0};
     }
     if (r == 0 && at) {
         if (name && !(at->name && at->record.key_low == record->key_low && at->record.key_high == record->key_high)) {
@@ -156,4 +158,24 @@ bool foreign_known_get(struct foreign_known *known, uint64_t inode, struct kvfs_
         snprintf(name, KVFS_NAME_MAX + 1, "%s", at->name ? at->name : "");
     pthread_mutex_unlock(lock);
     return at != NULL;
+}
+
+struct foreign_content foreign_known_content(struct foreign_known *known, uint64_t inode) {
+    const uint32_t set = (uint32_t)inode % KNOWN_SETS;
+    pthread_mutex_t *lock = &known->locks[set % KNOWN_LOCKS];
+    pthread_mutex_lock(lock);
+    const struct known *at = known_find(known, set, inode);
+    struct foreign_content content = at ? at->content : (struct foreign_content){0};
+    pthread_mutex_unlock(lock);
+    return content;
+}
+
+void foreign_known_read(struct foreign_known *known, uint64_t inode, const struct foreign_content *content) {
+    const uint32_t set = (uint32_t)inode % KNOWN_SETS;
+    pthread_mutex_t *lock = &known->locks[set % KNOWN_LOCKS];
+    pthread_mutex_lock(lock);
+    struct known *at = known_find(known, set, inode);
+    if (at)
+        at->content = *content;
+    pthread_mutex_unlock(lock);
 }

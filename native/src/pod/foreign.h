@@ -19,6 +19,10 @@ int foreign_find(const struct kvfs_pod *pod, const struct geometry *geometry, ui
                  struct kvfs_record *out);
 /* The block that the key of `then` leads to now. 0, -ENOENT, -EAGAIN. */
 int foreign_again(const struct kvfs_pod *pod, const struct geometry *geometry, const struct kvfs_record *then, struct kvfs_record *now);
+/* A block's content, as its header names it. inode 0: nothing of it was read. */
+struct foreign_content {
+    uint64_t inode, version;
+};
 /* Records that were found, by their node ids: those of the last 65,536 or so. Any thread. A kernel asks by the id, a moment after the look-up. */
 struct foreign_known;
 struct foreign_known *foreign_known_new(void); /* NULL: no memory */
@@ -27,5 +31,8 @@ void foreign_known_free(struct foreign_known *known);
 int foreign_known_add(struct foreign_known *known, const struct kvfs_record *record, const char *name, uint32_t name_size);
 /* name: KVFS_NAME_MAX + 1 bytes, or NULL. Returns whether it is known. */
 bool foreign_known_get(struct foreign_known *known, uint64_t inode, struct kvfs_record *out, char *name);
+/* What was read under this node id, in any handle: a kernel may still have pages of it. {0}: nothing, or nobody remembers. */
+struct foreign_content foreign_known_content(struct foreign_known *known, uint64_t inode);
+void foreign_known_read(struct foreign_known *known, uint64_t inode, const struct foreign_content *content);
 
 #endif
