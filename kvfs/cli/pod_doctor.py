@@ -18,8 +18,8 @@ from kvfs.pod.url import parse_urls
 from kvfs.pool.config import PoolConfig
 from kvfs.pool.joining import SlotState, slot_states
 from kvfs.pool.node import load_node
+from kvfs.status.numbers import size_text
 from kvfs.store.opening import MAP_ENTRY_SIZE, map_entries
-from kvfs.units import format_size
 
 # The map beside all else that a node of a GPU cluster keeps in memory.
 MAP_MEMORY_SHARE = 0.5
@@ -62,7 +62,7 @@ def examine_map(config: PoolConfig, memory: int) -> Finding:
     """Its memory, beside this machine's."""
     entries = map_entries(config)
     size = entries * MAP_ENTRY_SIZE
-    text = f"{entries:,} names of others, {format_size(size)} of {format_size(memory)} of memory"
+    text = f"{entries:,} names of others, {size_text(size)} of this machine's {size_text(memory)}"
     if size > MAP_MEMORY_SHARE * memory:
         action = "a smaller map_size in pool.toml, or more memory: the map is touched all over once it has some names"
         return Finding("pod map", "missing", text, action)

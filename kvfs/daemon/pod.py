@@ -24,7 +24,7 @@ from kvfs.errors import KvfsError, MissingFeatureError
 from kvfs.frames import LeasedBlocks, Room
 from kvfs.frontend.foreign import Kept
 from kvfs.pod.engine import Engine, Names
-from kvfs.pod.follow import Applied
+from kvfs.pod.follow import Applied, OwnerStatistics
 from kvfs.pod.limits import Limits
 from kvfs.pod.member import Identity, LeaseName, Member
 from kvfs.pod.threads import Pod
@@ -348,8 +348,8 @@ class PodNode:
             "slot": self._store.slot,
             "nodes": self._map.options.nodes,
             "epoch": self._store.epoch,
-            # Nobody can tell while no engine carries signs of life.
-            "frozen": [owner.slot for owner in owners if not owner.alive] if is_heard else None,
+            # Nobody can tell while no engine carries signs of life. Slots that no node ever had do not count.
+            "frozen": [owner.slot for owner in owners if self._is_frozen(owner)] if is_heard else None,
             # Of the slowest owner.
             "lag_ms_p50": max((owner.lag_ms_p50 for owner in owners), default=0.0),
             "lag_ms_p99": max((owner.lag_ms_p99 for owner in owners), default=0.0),
@@ -368,6 +368,9 @@ class PodNode:
             "doubled": statistics.doubled,
             **asdict(self.counters),
         }
+
+    def _is_frozen(self, owner: OwnerStatistics) -> bool:
+        return not owner.alive and (owner.epoch >= 0 or owner.slot in self._loader.used)
 
 
 def _redis(url: EngineUrl, config: PoolConfig, password_file: Path | None) -> Engine:

@@ -260,7 +260,7 @@ def samples(status: Json) -> Iterator[Sample]:
     yield from _samples("kvfs_pod_map_", section(pod, "map"), MAP_GAUGES, MAP_COUNTERS)
     frozen = pod.get("frozen")
     if isinstance(frozen, (list, tuple)):
-        help_ = "Slots without a living node: their segments are read by all and written by none."
+        help_ = "Slots with blocks and without a living node: they are read by all and written by none."
         yield Sample("gauge", "kvfs_pod_frozen_slots", help_, {}, len(frozen))
     for link in items(pod, "engines"):
         labels = {"engine": str(link.get("url"))}

@@ -43,6 +43,8 @@ class ForeignLoader:
         self._lock = trio.Lock()
         self.loads = 0
         self.blocks = 0
+        # Slots whose node once wrote something, as their segments tell.
+        self.used: set[int] = set()
 
     async def load(self, slot: int) -> bool:
         """Read all that the node of this slot has. False if something could not be read: it may be tried again."""
@@ -53,6 +55,8 @@ class ForeignLoader:
             headers, blank = await self._segments.reader.headers(numbers, EPOCH_MAX)
             used = [(number, header.generation) for number in numbers if (header := headers[number]) is not None]
             whole = all(headers[number] is not None or number in blank for number in numbers)
+            if used:
+                self.used.add(slot)
             found = 0
             queue = iter(used)
 

@@ -1,5 +1,6 @@
-"""What happens when nodes of a pod die, stand still, are cloned or retired, and when they recycle what others still
-know: real mounts, a real redis-server. Each test is a row of the pod's table of faults, as in test_pod_faults.py."""
+"""Nodes of a pod that die, stand still, are cloned or retired, and that recycle what others still know.
+
+Real mounts, a real redis-server. Each test is a row of the pod's table of faults, as in test_pod_faults.py."""
 
 from __future__ import annotations
 
