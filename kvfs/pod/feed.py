@@ -20,6 +20,8 @@ from kvfs.pod.messages import STATE, Message, State, Value, seal
 
 # Of a batch in memory, beside its bytes.
 _OVERHEAD = 256
+# Marks of one settle_s: the floor follows in steps of so small a part of it.
+_MARKS = 64
 
 
 @dataclass(slots=True)
@@ -34,6 +36,15 @@ class _Kept:
     @property
     def size(self) -> int:
         return len(self.data) + _OVERHEAD
+
+
+@dataclass(slots=True)
+class _Mark:
+    """Numbers before `end` were collected by `at`; the first of those behind the mark before it at `begin`."""
+
+    begin: float
+    at: float
+    end: int
 
 
 @dataclass(slots=True)
@@ -104,7 +115,9 @@ class Feed:
         self._links = [_Link() for _ in range(links)]
         self._kept: deque[_Kept] = deque()
         self._first = 0  # the index of _kept[0] in all batches of this start
-        self._settled = 0  # the index of the first batch that may not be on flash yet
+        # Numbers get old on their way to flash whether or not their batches are still in memory.
+        self._floor = first
+        self._marks: deque[_Mark] = deque()
         self._whole_from = first  # before it the source skipped numbers
         self._size = self._message_number = self._beat = 0
         self._collected = self._collected_size = self._appended = self._appended_size = 0
@@ -127,6 +140,10 @@ class Feed:
             self._size += kept.size
             self._collected += 1
             self._collected_size += len(data)
+        if self._marks and now < self._marks[-1].begin + self._limits.settle_s / _MARKS:
+            self._marks[-1].at, self._marks[-1].end = now, self.next
+        else:
+            self._marks.append(_Mark(now, now, self.next))
         self._forget(now)
 
     def _forget(self, now: float) -> None:
@@ -138,11 +155,8 @@ class Feed:
             self._first += 1
             self._size -= gone.size
             self._dropped += not gone.sent
-        self._settled = max(self._settled, self._first)
-        while self._settled < self._first + len(kept) and (
-            kept[self._settled - self._first].at <= now - limits.settle_s
-        ):
-            self._settled += 1
+        while self._marks and self._marks[0].at <= now - limits.settle_s:
+            self._floor = self._marks.popleft().end
 
     def post(
         self, kind: str, fields: dict[str, Value], now: float, *, to: int | None = None, wait_s: float | None = None
@@ -199,11 +213,7 @@ class Feed:
 
     def state(self, now: float, *, ask: int = 0, ask_start: int = 0) -> State:
         self._forget(now)
-        index = self._settled - self._first
-        floor = self._kept[index].number if index < len(self._kept) else self.next
-        return State(
-            self.epoch, self.start, self.next, self.oldest, max(floor, self.oldest), self._beat, ask, ask_start
-        )
+        return State(self.epoch, self.start, self.next, self.oldest, self._floor, self._beat, ask, ask_start)
 
     def beat(self, now: float) -> bytes:
         """The sealed state, with another count of beats."""

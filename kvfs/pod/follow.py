@@ -9,6 +9,7 @@ A state machine: time is given in; of the outside it calls the sink alone. Rules
 - Load first, then apply: while flash is read, batches wait. The first of them is the owner's `floor`, from where on
   flash may lack something.
 - A gap that the owner cannot repeat is read from flash too; news goes on meanwhile, from what it can repeat.
+- Numbers that an owner cannot repeat may not be on its flash yet. Flash that was read too soon is read again.
 """
 
 from __future__ import annotations
@@ -100,6 +101,8 @@ class _Owner:
     claimed: int = 0
     oldest: int = 0
     floor: int = 0
+    # By then flash has all before `oldest`, even of an owner that says nothing any more.
+    settled_at: float = 0.0
     beat: int = -1
     sign_at: float = float("-inf")
     past: list[int] = field(default_factory=list)
@@ -110,6 +113,7 @@ class _Owner:
     loading: bool = False
     loaded: bool = False
     again: bool = False
+    too_soon: bool = False  # the load: flash may lack what cannot be repeated
     load_at: float | None = None
     load_wait_s: float = 0.0
     gap_at: float | None = None
@@ -199,7 +203,9 @@ class Follower:
             self._begin(owner, state, now)
         else:
             owner.claimed = max(owner.claimed, state.next)
-            owner.oldest, owner.floor = max(owner.oldest, state.oldest), max(owner.floor, state.floor)
+            owner.floor = max(owner.floor, state.floor)
+            if state.oldest > owner.oldest:
+                owner.oldest, owner.settled_at = state.oldest, now + self._limits.settle_s
         if state.beat != owner.beat:
             owner.beat, owner.sign_at = state.beat, now
         if owner.ask is not None and state.ask == owner.ask.number:
@@ -218,7 +224,8 @@ class Follower:
             owner.past = [*owner.past[1 - _PAST_MAX :], owner.start]
         owner.epoch, owner.start = state.epoch, state.start
         owner.claimed, owner.oldest, owner.floor = state.next, state.oldest, state.floor
-        owner.next, owner.beat = state.floor, -1
+        owner.settled_at = now + self._limits.settle_s
+        owner.next, owner.beat = max(state.oldest, state.floor), -1
         owner.held.clear()
         owner.held_size = 0
         owner.stranger = False
@@ -239,6 +246,7 @@ class Follower:
         if owner.epoch >= 0:
             # Whatever is younger than the floor may not be on flash: it is asked for and applied once more.
             owner.next = max(owner.oldest, min(owner.floor, owner.next) if owner.loaded else owner.floor)
+            owner.too_soon = owner.floor < owner.oldest and now < owner.settled_at
         self._busy.add(owner.slot)
         self._sink.reload(owner.slot)
 
@@ -256,11 +264,13 @@ class Follower:
         owner.loaded = True
         if not whole:
             self._load_later(owner, now)
+        elif owner.too_soon:
+            self._load_later(owner, now, not_before=owner.settled_at)
         self._drain(owner, now, wall_ns)
 
-    def _load_later(self, owner: _Owner, now: float) -> None:
+    def _load_later(self, owner: _Owner, now: float, *, not_before: float = 0.0) -> None:
         if owner.load_at is None:
-            owner.load_at = now + owner.load_wait_s
+            owner.load_at = max(now + owner.load_wait_s, not_before)
             owner.load_wait_s = min(2 * owner.load_wait_s, self._limits.load_again_max_s)
 
     # ---- batches in order ----

@@ -91,8 +91,8 @@ def _digest(body: bytes, secret: bytes) -> bytes:
 @dataclass(frozen=True, slots=True)
 class State:
     """An owner's word on its feed. epoch: of its mount, higher at each one. next: the number that comes. oldest:
-    from where it can repeat. floor: records before it are on its flash. ask: the number of the ask that this answers,
-    of the asker's ask_start; 0 if none."""
+    from where it can repeat. floor: records before it are on its flash; if below `oldest`, those between are to be
+    had nowhere yet. ask: the number of the ask that this answers, of the asker's ask_start; 0 if none."""
 
     epoch: int
     start: int
@@ -115,6 +115,6 @@ class State:
             read("epoch"), message.start, read("next"), read("oldest"), read("floor"), read("beat"),
             read("ask"), read("ask_start"),
         )  # fmt: skip
-        if not state.oldest <= state.floor <= state.next:
+        if max(state.oldest, state.floor) > state.next:
             raise ValueError(f"state of slot {message.slot}: {state}")
         return state

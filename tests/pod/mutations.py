@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -53,6 +54,17 @@ def _no_floor() -> Any:
     return mock.patch.object(Feed, "state", state)
 
 
+def _floor_hides_what_was_dropped() -> Any:
+    """An owner says of news that it dropped from memory that they are on flash, however young they are."""
+    original = Feed.state
+
+    def state(self: Feed, now: float, *, ask: int = 0, ask_start: int = 0) -> Any:
+        found = original(self, now, ask=ask, ask_start=ask_start)
+        return replace(found, floor=max(found.floor, found.oldest))
+
+    return mock.patch.object(Feed, "state", state)
+
+
 def _beats_are_not_compared() -> Any:
     """A lost last batch is missed for good: only a later one would show the gap."""
 
@@ -74,7 +86,7 @@ def _drops_are_not_told() -> Any:
 
 def _lost_is_lost() -> Any:
     """Numbers that the owner cannot repeat are passed over, and flash is not read."""
-    return mock.patch.object(Follower, "_load_later", lambda self, owner, now: None)
+    return mock.patch.object(Follower, "_load_later", lambda self, owner, now, **_: None)
 
 
 def _positions_never_go_back() -> Any:
@@ -94,11 +106,14 @@ MUTATIONS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "no reload on a new start": _no_reload_on_a_new_start,
     "news are applied while flash is read": _apply_while_loading,
     "a load is followed from the newest number": _no_floor,
+    "the floor hides what was dropped": _floor_hides_what_was_dropped,
     "beats are not compared with what was applied": _beats_are_not_compared,
     "an owner does not tell what it drops": _drops_are_not_told,
     "what cannot be repeated is passed over": _lost_is_lost,
     "positions never go back": _positions_never_go_back,
 }
+# Those that only short worlds find soon.
+SHORT = frozenset({"the floor hides what was dropped"})
 
 
 @contextlib.contextmanager

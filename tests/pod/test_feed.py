@@ -165,6 +165,31 @@ def test_the_floor_is_where_flash_may_lack_something() -> None:
     assert feed.state(11.0).floor == 2 and feed.state(16.0).floor == 4 == feed.state(16.0).next
 
 
+def test_the_floor_does_not_rise_because_the_memory_is_short() -> None:
+    feed = make()
+    collect(feed, 50)
+    assert feed.oldest > 30 and feed.state(9.0).floor == 0
+    collect(feed, 5, 9.0)
+    assert feed.state(11.0).floor == 50 and feed.state(19.0).floor == 55
+
+
+def test_numbers_that_the_source_skipped_are_on_flash_no_sooner_than_others() -> None:
+    feed = make()
+    feed.collect([make_batch(3, START, 7, 2)], 0.0, 0)
+    state = feed.state(9.0)
+    assert (state.floor, state.oldest) == (0, 7) and State.of(Message(STATE, 3, START, 1, state.fields())) == state
+    assert feed.state(11.0).floor == 9
+
+
+def test_the_floor_follows_an_owner_that_never_rests_with_few_marks() -> None:
+    feed = make()
+    for turn in range(1000):
+        collect(feed, 1, turn / 10)
+        # One number each 0.1 s: those of the last ten seconds are not on flash yet.
+        assert max(0, turn - 103) <= feed.state(turn / 10).floor <= max(0, turn - 99)
+        assert len(feed._marks) < 70
+
+
 def test_a_message_that_is_late_is_not_sent_and_messages_are_bounded() -> None:
     feed = make(limits=replace(LIMITS, messages_max=3))
     for _ in range(5):

@@ -42,7 +42,7 @@ class Case:
 
     def state(self, number: int, *, start: int = START, epoch: int = 1, oldest: int = 0, floor: int = 0, beat: int = 1,
               ask: int = 0) -> None:  # fmt: skip
-        self.follower.state(1, State(epoch, start, number, oldest, max(oldest, floor), beat, ask), self.now)
+        self.follower.state(1, State(epoch, start, number, oldest, floor, beat, ask), self.now)
 
     def batch(
         self, number: int, records: int = 1, *, start: int = START, slot: int = 1, repeated: bool = False
@@ -177,6 +177,54 @@ def test_numbers_that_cannot_be_repeated_are_read_from_flash_while_news_go_on(ca
     case.batch(9, repeated=True)
     case.loaded()
     assert case.sink.applied == [0, 8, 9, 9] and case.follower.next_of(1, START) == 10
+
+
+def test_flash_is_read_again_if_it_may_lack_what_cannot_be_repeated() -> None:
+    """An owner whose memory was too short has dropped numbers 2 to 4 before they were on flash."""
+    case = Case()
+    case.state(6, oldest=5, floor=2)
+    case.loaded()
+    case.batch(5, repeated=True)
+    assert case.sink.applied == [5] and case.follower.next_of(1, START) == -1
+    case.due(LIMITS.settle_s - 0.1)
+    assert case.sink.reloads == 1
+    case.state(6, oldest=5, floor=6, beat=2)
+    case.due(0.2)
+    assert case.sink.reloads == 2
+    case.loaded()
+    assert case.follower.next_of(1, START) == 6
+    case.due(LIMITS.load_again_max_s)
+    assert case.sink.reloads == 2
+
+
+def test_flash_is_read_again_after_a_loss_that_was_not_on_flash_yet(case: Case) -> None:
+    case.batch(0)
+    case.state(10, oldest=8, floor=0)
+    case.due()
+    case.due(LIMITS.load_again_s)
+    assert case.sink.reloads == 2
+    case.loaded()
+    case.batch(8, 2)
+    assert case.follower.next_of(1, START) == -1
+    # It ends, although its owner says nothing any more.
+    case.due(LIMITS.settle_s)
+    assert case.sink.reloads == 3
+    case.loaded()
+    case.batch(8, 2)
+    assert case.follower.next_of(1, START) == 10
+    case.due(LIMITS.load_again_max_s)
+    assert case.sink.reloads == 3
+
+
+def test_a_load_that_a_new_start_made_needless_says_nothing_of_the_next() -> None:
+    case = Case()
+    case.state(6, oldest=5, floor=2)
+    case.state(0, start=22, epoch=2)
+    case.loaded()
+    case.loaded()
+    assert case.sink.reloads == 2 and case.follower.next_of(1, 22) == 0
+    case.due(LIMITS.settle_s + 1)
+    assert case.sink.reloads == 2
 
 
 def test_a_load_that_failed_is_tried_again_later_and_later(case: Case) -> None:
