@@ -1,4 +1,4 @@
-"""Real engines' storage clients as test programs see them: where they are, and a process of each that is told what to do.
+"""Real engines' storage clients: where they lie, and a process of each that does what it is told.
 
 `tools/setup-clients` brings them in. One that is not there is a skip by its name.
 """
