@@ -19,6 +19,7 @@ from podmounts import NEWS_S, Node, Pod, settle
 import kvfs
 from kvfs.connectors.common import Connection, Done, options_of
 from kvfs.connectors.leases import Leases
+from kvfs.frontend.clients import Type
 
 BLOCKS = list(range(COUNT))
 KEYS = [b"block %d" % i for i in range(8)]
@@ -89,21 +90,23 @@ def test_an_engine_loads_what_the_same_engine_stored_on_another_node(
         store(here, [1])
         come(there, [1])
 
-        # The other node's may be removed as well.
-        (path,) = there.ask("files", [2])
-        os.unlink(path)
+        # The other node may remove it as well. A directory is listed with its own node's names alone: no engine there
+        # is asked for the path.
+        (path,) = here.ask("files", [2])
+        os.unlink(pod.nodes[1].mount / pathlib.Path(path).relative_to(pod.nodes[0].mount))
         gone(here, 2)
         store(there, [2])
         come(here, [2])
 
-        # One is stored over. Some engines keep what is there; the other node tells the same as this one.
+        # One is stored over. Some engines keep what is there; the other node tells the same as this one. Some write
+        # under the final name, and have a miss before the new bytes.
         store(here, [3])
         is_new = here.ask("load", [3])[0]
         assert is_new in ("same", "wrong"), is_new
 
         def agree() -> bool:
             seen = there.ask("load", [3])[0]
-            assert seen in ("same", "wrong"), "neither the old bytes nor the new ones"
+            assert seen in ("same", "wrong") or (CASES[name].stumps and seen in MISSES), seen
             return bool(seen == is_new)
 
         wait_until(agree, "the block that was stored over, on the other node", timeout_s=NEWS_S)
@@ -225,16 +228,19 @@ def test_a_connection_replaces_and_deletes_what_another_nodes_stored(
 
 
 def test_a_connection_leases_what_another_nodes_stored(pod: Pod, connect: Callable[[Node], Connection]) -> None:
+    """A daemon that does not know the question refuses all of them; then eviction makes misses of them."""
     here, there = map(connect, pod.nodes)
     stored = shared(here, there)
     leases = Leases(there, 60)
     leases.take(KEYS)
-    assert (leases.taken, leases.refused) == (8, 0)
+    asks_owners = hasattr(Type, "FOREIGN_LEASE")
+    assert (leases.taken, leases.refused) == ((8, 0) if asks_owners else (0, 8))
     owner = pod.nodes[0]
     owner.command("evict", str(owner.path), "--all")
-    read = items()
-    assert there.get_into(read) == [SIZE] * 8
-    assert bytes_of(read) == bytes_of(stored)
+    if asks_owners:
+        read = items()
+        assert there.get_into(read) == [SIZE] * 8
+        assert bytes_of(read) == bytes_of(stored)
     leases.give_back(KEYS)
 
     def evicted() -> bool:
