@@ -8,11 +8,9 @@ import json
 import os
 
 import pytest
-from helpers import MIB, REPOSITORY, run
+from file_clients import PYTHON, SCRIPTS, SOURCES
+from helpers import MIB, run
 
-PYTHON = REPOSITORY / ".venv-clients" / "bin" / "python"
-SOURCES = REPOSITORY / "build" / "clients"
-SCRIPTS = REPOSITORY / "tests" / "engines" / "scripts"
 DEEPSEEK_BLOCK = 1_124_352  # not a multiple of 4 KiB
 
 pytestmark = pytest.mark.timeout(240)

@@ -7,6 +7,7 @@ stdout is the answer, a list with one item a block:
   load    "same", "miss" (the engine itself said so), "wrong" (it said that it has it, and gave other bytes), or the
           name of the exception that its caller gets
   files   the path below DIRECTORY
+  version null: from here on "blocks" is the version of all contents, which are compared with that one
 
 The test stands between the requests and takes blocks away. End of input is the end.
 """
@@ -30,8 +31,11 @@ import types
 SIZE = 1 << 20
 
 
+VERSION = [0]
+
+
 def content(block):
-    return random.Random(f"block {block}").randbytes(SIZE)
+    return random.Random(f"block {block} {VERSION}").randbytes(SIZE)
 
 
 class Engine:
@@ -669,7 +673,12 @@ def main(name, directory, source):
     print(json.dumps("ready"), file=answers, flush=True)
     for line in sys.stdin:
         request = json.loads(line)
-        print(json.dumps(engine.all(request["do"], request["blocks"])), file=answers, flush=True)
+        if request["do"] == "version":
+            VERSION[:] = request["blocks"]
+            answer = [None]
+        else:
+            answer = engine.all(request["do"], request["blocks"])
+        print(json.dumps(answer), file=answers, flush=True)
     os._exit(0)  # threads and loops of the engines would outlive main
 
 
