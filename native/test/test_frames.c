@@ -1,4 +1,4 @@
-/* sources: base block names io content fuse virtiofs plane.c */
+/* sources: base block names io content pod fuse virtiofs plane.c */
 /* Requests of native clients against a model: reservations of several clients, their commits, ends and expiries, beside a thread that makes and removes
  * the same names. Names, block table, places and the table of reservations agree after each step, also where memory ends. And frames of any bytes. */
 #include "kernel_harness.h"

@@ -1,4 +1,4 @@
-/* sources: base block names io content fuse plane.c virtiofs */
+/* sources: base block names io content pod fuse plane.c virtiofs */
 /* FUSE over io_uring, the parts that need no kernel: its list of CPUs, and the sizes of a request. */
 #include "check.h"
 
