@@ -1,4 +1,4 @@
-/* sources: base block io client */
+/* sources: base block io client pod */
 /* libkvfs with a double of the daemon (doubles/daemon.h): what is put is what is got at any size, alignment and layout, from any number of
  * threads. test_client_devices.c and test_client_daemon.c have the rest of it. */
 #include "client_harness.h"

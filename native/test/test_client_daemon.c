@@ -1,4 +1,4 @@
-/* sources: base block io client */
+/* sources: base block io client pod */
 /* libkvfs and its daemon: one that dies and comes again, one whose answers are late, and one that lies: no reply, however wrong, is believed. */
 #include "client_harness.h"
 

@@ -1,4 +1,4 @@
-/* sources: base block io client */
+/* sources: base block io client pod */
 /* libkvfs while blocks and devices change below it. Blocks that move, are replaced or evicted while they are read never give wrong bytes. Devices
  * that fail, lie or stay silent become misses within the deadline, and their late answers are accounted for. */
 #include "client_harness.h"

@@ -1,4 +1,4 @@
-/* sources: base block io client */
+/* sources: base block io client pod */
 /* Subscriptions: a namespace's part of the daemon's feed, with keys. No lie of the daemon is more than an error. */
 #include "client_harness.h"
 

@@ -1,4 +1,4 @@
-/* sources: base block io client */
+/* sources: base block io client pod */
 /* Leases and touches of libkvfs: what it asks, what it makes of the answers, and of answers that are none. */
 #include "client_harness.h"
 

@@ -1,4 +1,4 @@
-/* sources: base block io client */
+/* sources: base block io client pod */
 /* Stores by libkvfs, with a double of the daemon (doubles/daemon.h): blocks whose memory is in pieces, or that are there already. And their names:
  * keys of every size, and paths. */
 #include "client_harness.h"

@@ -1,4 +1,4 @@
-/* sources: base block io client */
+/* sources: base block io client pod */
 /* Batches that run beside their submitter, with a double of the daemon (doubles/daemon.h): results, order, depth, the eventfd, bounds. Then
  * deadlines, daemons that die, forks, and closing while work is under way. */
 #include "client_harness.h"

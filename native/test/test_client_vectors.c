@@ -1,4 +1,4 @@
-/* sources: base block io client */
+/* sources: base block io client pod */
 /* Reads into memory in pieces, and of parts of blocks, with a double of the daemon (doubles/daemon.h). Any pieces and ranges against a model, on any
  * layout. Devices are read for nothing but the leaves that are asked for, and the header pages that prove these. */
 #include "client_harness.h"

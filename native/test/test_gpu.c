@@ -1,4 +1,4 @@
-/* sources: base block io client */
+/* sources: base block io client pod */
 /* The way into GPU memory, with two doubles: of libcuda (doubles/fake_cuda.c) and of the daemon (a thread that hands out table and devices).
  * Devices are files. It proves under the sanitizers: the bytes are those of the blocks, and nothing beside them is touched. Copies are ordered with
  * the caller's stream both ways. A slot is used again only after its copy. Every failure of CUDA is an error, every failure of a device a miss. A

@@ -1,4 +1,4 @@
-/* sources: base block io client */
+/* sources: base block io client pod */
 /* gds, with doubles of libcuda, libcufile, libnvrtc and the daemon. It proves under the sanitizers: the kernel's checksums are the CPU's. No byte
  * that the GPU did not prove is a result. A read that hangs leaves its memory orphan_overlaps until it is back, and touches nothing else. The ring
  * does the reads that cuFile cannot do. Every condition of gds that fails is named. With KVFS_TEST_CUFILE=(the real libcufile), it does the reads
