@@ -34,17 +34,19 @@ class BlockingClient(Protocol):
         parents: Sequence[Key | None] | None = None,
     ) -> list[bool]: ...
 
-    def exists(self, keys: Iterable[Key]) -> list[bool]: ...
+    def fresh(self) -> None: ...
 
-    def exists_prefix(self, keys: Iterable[Key]) -> int: ...
+    def exists(self, keys: Iterable[Key], *, fresh: bool = False) -> list[bool]: ...
 
-    def sizes(self, keys: Iterable[Key]) -> list[int | None]: ...
+    def exists_prefix(self, keys: Iterable[Key], *, fresh: bool = False) -> int: ...
+
+    def sizes(self, keys: Iterable[Key], *, fresh: bool = False) -> list[int | None]: ...
 
     def get_into(self, items: Iterable[tuple[Key, Pieces]], *, stream: int | None = None) -> list[int | None]: ...
 
     def get_ranges(self, items: Iterable[tuple[Key, int, Pieces]]) -> list[int | None]: ...
 
-    def get(self, key: Key) -> memoryview | None: ...
+    def get(self, key: Key, *, fresh: bool = False) -> memoryview | None: ...
 
     def delete(self, keys: Iterable[Key]) -> list[bool]: ...
 
@@ -91,14 +93,17 @@ class AsyncClient(ABC):
     ) -> list[bool]:
         return await self._run(functools.partial(self.client.put, list(items), if_absent=if_absent, parents=parents))
 
-    async def exists(self, keys: Iterable[Key]) -> list[bool]:
-        return await self._run(functools.partial(self.client.exists, keys))
+    async def fresh(self) -> None:
+        await self._run(self.client.fresh)
 
-    async def exists_prefix(self, keys: Iterable[Key]) -> int:
-        return await self._run(functools.partial(self.client.exists_prefix, keys))
+    async def exists(self, keys: Iterable[Key], *, fresh: bool = False) -> list[bool]:
+        return await self._run(functools.partial(self.client.exists, keys, fresh=fresh))
 
-    async def sizes(self, keys: Iterable[Key]) -> list[int | None]:
-        return await self._run(functools.partial(self.client.sizes, keys))
+    async def exists_prefix(self, keys: Iterable[Key], *, fresh: bool = False) -> int:
+        return await self._run(functools.partial(self.client.exists_prefix, keys, fresh=fresh))
+
+    async def sizes(self, keys: Iterable[Key], *, fresh: bool = False) -> list[int | None]:
+        return await self._run(functools.partial(self.client.sizes, keys, fresh=fresh))
 
     async def get_into(self, items: Iterable[tuple[Key, Pieces]], *, stream: int | None = None) -> list[int | None]:
         return await self._run(functools.partial(self.client.get_into, list(items), stream=stream))
@@ -106,8 +111,8 @@ class AsyncClient(ABC):
     async def get_ranges(self, items: Iterable[tuple[Key, int, Pieces]]) -> list[int | None]:
         return await self._run(functools.partial(self.client.get_ranges, list(items)))
 
-    async def get(self, key: Key) -> memoryview | None:
-        return await self._run(functools.partial(self.client.get, key))
+    async def get(self, key: Key, *, fresh: bool = False) -> memoryview | None:
+        return await self._run(functools.partial(self.client.get, key, fresh=fresh))
 
     async def delete(self, keys: Iterable[Key]) -> list[bool]:
         return await self._run(functools.partial(self.client.delete, keys))
