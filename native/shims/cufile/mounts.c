@@ -127,3 +127,14 @@ void mounts_forked(void) {
         close(watch); /* its file is shared with the parent: bytes read by one are missed by the other */
     watch = -1;
 }
+
+char *mount_below(const struct mount *mount, int fd) {
+    char link[64], path[4096];
+    size_t prefix = strlen(mount->path);
+    snprintf(link, sizeof(link), "/proc/self/fd/%d", fd);
+    ssize_t size = readlink(link, path, sizeof(path) - 1);
+    if (size < 0 || (size_t)size == sizeof(path) - 1)
+        return NULL;
+    path[size] = 0;
+    return strncmp(path, mount->path, prefix) == 0 && path[prefix] == '/' ? strdup(path + prefix + 1) : NULL;
+}

@@ -48,6 +48,7 @@ void handle_put(struct handle *handle) {
     if (handle->fd >= 0)
         close(handle->fd);
     pthread_mutex_destroy(&handle->lock);
+    free(handle->path);
     free(handle);
 }
 
@@ -76,6 +77,7 @@ struct handle *handle_add(void *real_handle, int fd, const struct place *place, 
     handle->number = own ? fd : -1;
     handle->access = flags & O_ACCMODE;
     handle->place = *place;
+    handle->path = place->mount ? mount_below(place->mount, fd) : NULL;
     handle->refs = 2;
     pthread_mutex_init(&handle->lock, NULL);
     if (flags < 0 || (own && handle->fd < 0)) {
@@ -110,6 +112,14 @@ bool handle_number_taken(int fd) {
     return taken;
 }
 
+static int open_native(struct kvfs_client *client, const struct handle *handle, struct kvfs_file **out) {
+    struct kvfs_attributes found;
+    int r = kvfs_file_open(client, handle->place.inode, out);
+    if (r < 0 && handle->path && kvfs_find(client, handle->path, &found) == 0 && found.inode == handle->place.inode)
+        r = kvfs_file_open(client, handle->place.inode, out);
+    return r;
+}
+
 struct kvfs_file *handle_file(struct handle *handle) {
     struct kvfs_file *file = atomic_load(&handle->file);
     if (file && handle->forks == fork_count)
@@ -119,7 +129,7 @@ struct kvfs_file *handle_file(struct handle *handle) {
         return NULL;
     pthread_mutex_lock(&handle->lock);
     file = handle->forks == fork_count ? atomic_load(&handle->file) : NULL;
-    if (!file && kvfs_file_open(client, handle->place.inode, &file) == 0) {
+    if (!file && open_native(client, handle, &file) == 0) {
         handle->forks = fork_count;
         atomic_store(&handle->file, file);
     }

@@ -84,6 +84,7 @@ struct place {
 bool mounts_find(int fd, struct place *out);
 /* NULL: not connected, and no attempt is due; or connected by the process that forked this one. */
 struct kvfs_client *mount_client(struct mount *mount);
+char *mount_below(const struct mount *mount, int fd); /* an open file's path below the mount point, malloc'ed; NULL: it has none */
 void mounts_forked(void);
 extern unsigned fork_count; /* how often this process is a fork of one that was used */
 
@@ -98,6 +99,7 @@ struct handle {
     int number; /* own: the application's descriptor */
     int access; /* O_RDONLY, O_WRONLY, O_RDWR */
     struct place place;
+    char *path;           /* below the mount point, or NULL: libkvfs finds another node's block by it */
     unsigned forks;       /* of the process that opened file */
     pthread_mutex_t lock; /* opening file */
     _Atomic(struct kvfs_file *) file;

@@ -70,12 +70,18 @@ struct kvfs_file {
     struct kvfs_client *client;
     uint64_t inode;
     pthread_mutex_t lock;
-    struct desc *desc; /* verified; of the place where the block was last read */
+    struct desc *desc;          /* verified; of the place where the block was last read */
+    struct kvfs_record foreign; /* another node's block, as it was opened; inode 0: it is none */
 };
 
-static int file_record(struct connection *connection, uint64_t inode, struct kvfs_record *record) {
-    if (is_foreign(inode))
-        return connection->pod && foreign_known_get(connection->known, inode, record, NULL) ? 0 : -EAGAIN;
+static int file_record(struct connection *connection, const struct kvfs_file *file, struct kvfs_record *record) {
+    const uint64_t inode = file->inode;
+    if (is_foreign(inode)) {
+        *record = file->foreign;
+        if (!record->inode && connection->pod)
+            foreign_known_get(connection->known, inode, record, NULL);
+        return connection->pod && record->inode ? 0 : -EAGAIN;
+    }
     if (kvfs_table_is_written(connection->table, inode)) /* before the record is looked up: then it is up to date */
         return -EAGAIN;
     int r = kvfs_table_find_inode(connection->table, inode, record);
@@ -90,13 +96,15 @@ int kvfs_file_open(struct kvfs_client *client, uint64_t inode, struct kvfs_file 
     int r = connection_get(client, &connection);
     if (r < 0)
         return r;
-    r = file_record(connection, inode, &record);
+    r = file_record(connection, &(struct kvfs_file){.inode = inode}, &record);
     connection_put(connection);
     struct kvfs_file *file = r == 0 ? calloc(1, sizeof(*file)) : NULL;
     if (!file)
         return r < 0 ? r : client_fail(-ENOMEM, "no memory for a file");
     file->client = client;
     file->inode = inode;
+    if (is_foreign(inode))
+        file->foreign = record;
     pthread_mutex_init(&file->lock, NULL);
     *out = file;
     return 0;
@@ -110,14 +118,27 @@ void kvfs_file_close(struct kvfs_file *file) {
     free(file);
 }
 
+/* With the lock. Another node's block is found again by its name, which may lead to a newer block by now: an open file keeps one content. */
+static bool is_same_content(const struct kvfs_file *file, const struct fetch *fetch) {
+    const struct kvfs_record *opened = &file->foreign, *read = &fetch->record;
+    if (!opened->inode)
+        return true;
+    if (file->desc)
+        return file->desc->inode == fetch->desc->inode && file->desc->version == fetch->desc->version;
+    return opened->generation == read->generation && opened->segment == read->segment && opened->page == read->page;
+}
+
 static void file_read_done(struct lane *lane, struct fetch *fetch) {
     (void)lane;
     struct kvfs_file *file = fetch->owner;
-    *(int64_t *)(uintptr_t)fetch->cookie = fetch->result;
+    int64_t *result = (int64_t *)(uintptr_t)fetch->cookie;
+    *result = fetch->result;
     if (fetch->result < 0)
         return;
     pthread_mutex_lock(&file->lock);
-    if (file->desc != fetch->desc) {
+    if (!is_same_content(file, fetch)) {
+        *result = -EAGAIN;
+    } else if (file->desc != fetch->desc) {
         desc_put(file->desc);
         file->desc = fetch->desc;
         atomic_fetch_add(&fetch->desc->refs, 1);
@@ -134,7 +155,7 @@ int64_t kvfs_file_read(struct kvfs_file *file, uint64_t offset, void *data, uint
     int64_t result = connection_get(client, &connection);
     if (result < 0)
         return result;
-    result = file_record(connection, file->inode, &record);
+    result = file_record(connection, file, &record);
     if (result == -ENOENT) /* evicted, or replaced and gone */
         result = -EAGAIN;
     if (result == 0)

@@ -1,4 +1,4 @@
-/* Test double of the five calls of libkvfs that libkvfs_cufile makes. Every read fails with -$KVFS_DOUBLE_ERROR. With ETIMEDOUT, a "device" writes
+/* Test double of five calls of libkvfs that libkvfs_cufile makes. Every read fails with -$KVFS_DOUBLE_ERROR. With ETIMEDOUT, a "device" writes
  * 0xee into the caller's memory 300 ms later, and kvfs_busy() says so until then. Preloaded. */
 #include <errno.h>
 #include <pthread.h>
