@@ -7,6 +7,7 @@ and checks; only its head is read here.
 from __future__ import annotations
 
 import os
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast
@@ -17,8 +18,9 @@ from kvfs.types import NAME_MAX, InodeNumber
 
 BATCH_SIZE_MAX: int = lib.KVFS_POD_BATCH_SIZE_MAX
 BATCH_RECORDS_MAX: int = lib.KVFS_POD_BATCH_RECORDS_MAX
-# Of struct wire_foreign_block.
-FOREIGN_BLOCK_SIZE = 24
+# struct wire_foreign_block: the key of its name, segment, page.
+_BLOCK = struct.Struct("<16sII")
+FOREIGN_BLOCK_SIZE = _BLOCK.size
 _TOMBSTONES = 1024
 # The high bits of a node id that is made of another node's place.
 _FOREIGN = 0b011
@@ -208,6 +210,18 @@ class PodMap:
         ffi.memmove(words, b"".join(keys), 16 * len(keys))
         lib.kvfs_foreign_asked(self._plane, words, len(keys), inodes)
         return [InodeNumber(number) for number in inodes]
+
+    def by_owner(self, blocks: memoryview) -> dict[int, tuple[list[int], list[bytes]]]:
+        """The blocks (struct wire_foreign_block each) by the slot that owns their segment: which they are, and their
+        keys. Without those of this node."""
+        owners: dict[int, tuple[list[int], list[bytes]]] = {}
+        for index, (key, segment, _) in enumerate(_BLOCK.iter_unpack(blocks)):
+            slot = lib.kvfs_pod_owner(self._pod, segment)
+            if slot != self.options.slot:
+                indexes, keys = owners.setdefault(slot, ([], []))
+                indexes.append(index)
+                keys.append(key)
+        return owners
 
     def note(self, what: int, blocks: memoryview) -> None:
         """Take news of a native client about blocks of other nodes: struct wire_foreign_block each."""

@@ -28,6 +28,7 @@ from kvfs.frontend import mount as mounting
 from kvfs.frontend.calls import Calls
 from kvfs.frontend.clients import HOSTS_TIMEOUT_S, Clients
 from kvfs.frontend.control import Arguments, Command, ControlServer, Progress
+from kvfs.frontend.foreign import OtherNodes
 from kvfs.frontend.fuse import Session
 from kvfs.namespace.files import Namespace
 from kvfs.namespace.foreign import ForeignNames
@@ -76,8 +77,7 @@ async def serve(options: MountOptions, mountpoint: str | None, reporter: Reporte
         foreign = None if podmap is None else ForeignNames(store, podmap)
         namespace = Namespace(store, foreign)
         daemon.join(store, foreign)
-        clients = Clients(store, namespace, feed_size())
-        clients.fresh = daemon.fresh
+        clients = Clients(store, namespace, feed_size(), daemon.others)
         control = ControlServer(options.pool, daemon.commands(), clients.serve)
         with pid_file(options.pool), closing(control), closing(Exports(options.exports, store.plane)) as exports:
             # From here on pyfuse3 closes the session's end of the socket.
@@ -148,9 +148,9 @@ class Daemon:
                 foreign.wait_for_news = self._pod.wait_for_news
 
     @property
-    def fresh(self) -> Callable[[], None] | None:
-        """Waits for the news of other nodes; None if there are none."""
-        return None if self._pod is None else self._pod.fresh
+    def others(self) -> OtherNodes | None:
+        """The other nodes of the pod; None: the pool is none."""
+        return self._pod
 
     async def run(
         self, store: Store, namespace: Namespace, session: Session, control: ControlServer, clients: Clients,

@@ -22,6 +22,7 @@ import trio
 
 from kvfs.errors import KvfsError, MissingFeatureError
 from kvfs.frames import LeasedBlocks, Room
+from kvfs.frontend.foreign import Kept
 from kvfs.pod.engine import Engine, Names
 from kvfs.pod.follow import Applied
 from kvfs.pod.limits import Limits
@@ -40,6 +41,8 @@ log = logging.getLogger("kvfs.pod")
 _LEASE_SHARE = 16
 _LEASED_MAX = 1 << 18
 _LEASE_MAX_S = 60.0
+# An owner that gave no answer about a lease is not asked again for this time: look-ups of an engine's loop take leases.
+_SILENT_S = 1.0
 # A new epoch is taken when this part of the numbers of one is used up.
 _EPOCH_USED = 0.5
 _EPOCH_POLL_S = 1.0
@@ -121,6 +124,7 @@ class PodCounters:
     skipped: int = 0
     conflicts: int = 0
     leases: int = 0
+    touches: int = 0
 
 
 class PodNode:
@@ -137,6 +141,7 @@ class PodNode:
         self.counters = PodCounters()
         self._leases: dict[LeaseName, _Lease] = {}
         self._lease_lock = threading.Lock()
+        self._silent_until: dict[int, float] = {}
         self._nursery: trio.Nursery | None = None
         self._token: trio.lowlevel.TrioToken | None = None
         self._source = NewsSource(podmap)
@@ -249,6 +254,7 @@ class PodNode:
         inodes = [number for number in self._map.own_inodes(keys) if number]
         if inodes:
             self._store.plane.inode_touch(array("Q", inodes), found=False)
+            self.counters.touches += len(inodes)
 
     async def _expire_leases(self) -> None:
         while True:
@@ -277,6 +283,20 @@ class PodNode:
     def fresh(self) -> None:
         """Return once all is here that living nodes had when this was called. Blocks. FreshError, EngineAwayError."""
         self._pod.fresh()
+
+    def keep(self, wanted: Mapping[int, Sequence[bytes]], seconds: float) -> Sequence[Kept]:
+        """Have other nodes keep blocks from eviction. Blocks, for 50 ms at most: who gives no answer keeps nothing."""
+        now = time.monotonic()
+        heard = {slot: keys for slot, keys in wanted.items() if self._silent_until.get(slot, 0.0) <= now}
+        asks = self._pod.lease_all(heard, seconds)
+        for ask in asks:
+            if not ask.finished:
+                self._silent_until[ask.slot] = time.monotonic() + _SILENT_S
+        return [Kept(ask.slot, ask.held, partial(self._pod.release, ask)) for ask in asks]
+
+    def tell_used(self, slot: int, keys: Sequence[bytes]) -> None:
+        """Blocks of another node are used here, without a read."""
+        self._pod.touch(slot, keys)
 
     async def wait_for_news(self) -> None:
         """Return once all is here that living nodes had when this was called, or after the pool's lookup_wait_ms. All

@@ -26,6 +26,7 @@ import trio
 from kvfs._native import ffi
 from kvfs.errors import KvfsError
 from kvfs.frames import FrameError, Next, Shards
+from kvfs.frontend.foreign import ForeignRequests, OtherNodes
 from kvfs.namespace.files import Namespace
 from kvfs.plane import FEED_SIZE
 from kvfs.podmap import FOREIGN_BLOCK_SIZE
@@ -78,7 +79,6 @@ _RESERVE = struct.Struct("<QII")
 _COMMIT = struct.Struct("<Qq")
 _WORD = struct.Struct("<Q")
 _WORDS = struct.Struct("<QQ")
-_FOREIGN = struct.Struct("<II")
 _LEASE = struct.Struct("<QII")
 _EVENTS = struct.Struct("<IIQ")
 _FEED = struct.Struct("<QQQ")
@@ -117,6 +117,7 @@ class Type(IntEnum):
     EVENTS = 14
     TOUCH = 15
     FOREIGN = 16
+    FOREIGN_LEASE = 17
     FRESH = 18
 
 
@@ -195,16 +196,22 @@ class _Handing:
 
 
 class Clients:
-    """All native clients of a mounted pool. feed_size: bytes of the feed of changes, once somebody subscribes."""
+    """All native clients of a mounted pool. feed_size: bytes of the feed of changes, once somebody subscribes.
+    others: the other nodes of a pod."""
 
-    def __init__(self, store: Store, namespace: Namespace, feed_size: int = FEED_SIZE) -> None:
+    def __init__(
+        self, store: Store, namespace: Namespace, feed_size: int = FEED_SIZE, others: OtherNodes | None = None
+    ) -> None:
         self._store, self._namespace, self._feed_size = store, namespace, feed_size
         self._connections: set[_Connection] = set()
         self._subscribed: set[_Connection] = set()
         self._base = [0] * len(REPORTED)
         self._ending = False
-        # Blocks until other nodes of a pod have told all that they have; None: the pool is none.
-        self.fresh: Callable[[], None] | None = None
+        podmap = store.plane.pod
+        # None: the pool is no pod.
+        self.foreign = (
+            ForeignRequests(podmap, store.leases, others) if podmap is not None and others is not None else None
+        )
         self._checks = 0
         self._checking = trio.CapacityLimiter(_CHECKING_MAX)
 
@@ -492,6 +499,8 @@ class _Connection:
             raise RefusedError(errno.EROFS, "this client is connected for reading only")
         try:
             return await entry.handle(self, payload)
+        except FrameError as error:
+            raise Violation(str(error)) from error
         except struct.error as error:
             raise Violation(f"a frame of type {kind} that ends too early: {len(payload)} bytes") from error
 
@@ -739,18 +748,19 @@ class _Connection:
         self._store.plane.inode_touch(_inodes(payload), found=False)
 
     async def foreign(self, payload: bytes) -> None:
-        what, count = _FOREIGN.unpack_from(payload)
-        blocks = memoryview(payload)[_FOREIGN.size :]
-        if not 1 <= what <= 3 or len(blocks) != count * FOREIGN_BLOCK_SIZE:
-            raise Violation(f"news {what} of {count} blocks of other nodes in {len(blocks)} bytes")
-        if self._store.plane.pod is not None:
-            self._store.plane.pod.note(what, blocks)
+        if self._clients.foreign is not None:
+            self._clients.foreign.note(payload)
 
     async def fresh(self, payload: bytes) -> bytes:
         _end(payload, 0)
-        if self._clients.fresh is not None:
-            await trio.to_thread.run_sync(self._clients.fresh, abandon_on_cancel=True)
+        if self._clients.foreign is not None:
+            await self._clients.foreign.fresh()
         return b""
+
+    async def foreign_lease(self, payload: bytes) -> bytes:
+        if self._clients.foreign is None:
+            raise Violation("a lease of other nodes' blocks in a pool that is no pod")
+        return await self._clients.foreign.lease(self._lessee, payload)
 
     async def lease(self, payload: bytes) -> bytes:
         number, milliseconds, reserved = _LEASE.unpack_from(payload)
@@ -798,7 +808,8 @@ _REQUESTS = {
     int(Type.BAD_BLOCK): _Request(_Connection.bad_block, _WORDS.size, answered=False),
     int(Type.HITS): _Request(_Connection.hits, 8 * ITEMS_MAX, answered=False),
     int(Type.TOUCH): _Request(_Connection.touch, 8 * ITEMS_MAX, answered=False),
-    int(Type.FOREIGN): _Request(_Connection.foreign, _FOREIGN.size + ITEMS_MAX * FOREIGN_BLOCK_SIZE, answered=False),
+    int(Type.FOREIGN): _Request(_Connection.foreign, 8 + ITEMS_MAX * FOREIGN_BLOCK_SIZE, answered=False),
+    int(Type.FOREIGN_LEASE): _Request(_Connection.foreign_lease, _LEASE.size + FOREIGN_BLOCK_SIZE * ITEMS_MAX),
     int(Type.FRESH): _Request(_Connection.fresh, 0),
     int(Type.LEASE): _Request(_Connection.lease, _LEASE.size + 8 * ITEMS_MAX),
     int(Type.RELEASE): _Request(_Connection.release, _WORD.size),

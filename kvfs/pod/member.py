@@ -449,7 +449,7 @@ class Member:
     def flush(self, now: float, timeout_s: float) -> Barrier:
         """Begin a barrier: all owners that live publish what they hold back. EngineAwayError: no engine is there."""
         with self._lock:
-            if not any(link.writing.up and link.reading.up for link in self.links):
+            if not self._is_connected:
                 raise EngineAwayError("; ".join(self._away()))
             barrier = Barrier(now + timeout_s, self._follower.alive(now))
             if not barrier.finished:
@@ -469,10 +469,14 @@ class Member:
         raise FreshError(f"fresh: {'; '.join(said)}", [*unanswered, *unapplied])
 
     def lease(self, slot: int, keys: Sequence[bytes], seconds: float, now: float, timeout_s: float) -> LeaseAsk:
-        """Ask an owner to keep blocks. finish_lease() must follow."""
+        """Ask an owner to keep blocks; one that does not live is not. finish_lease() must follow."""
         assert 0 < len(keys) <= KEYS_MAX
         with self._lock:
             ask = LeaseAsk(now + timeout_s, slot, len(keys))
+            if slot not in self._follower.alive(now) or not self._is_connected:
+                self._asks.leases_unanswered += len(keys)
+                ask.finish()
+                return ask
             fields: dict[str, Value] = {"keys": join_keys(list(keys)), "ms": int(seconds * 1000)}
             self._asks.add_lease(self._feed.post(LEASE, fields, now, to=slot, wait_s=timeout_s), ask)
         self._source.wake()
@@ -490,7 +494,7 @@ class Member:
         self._source.wake()
 
     def touch(self, slot: int, keys: Sequence[bytes], now: float) -> None:
-        """Tell an owner that blocks of its own were read here."""
+        """Tell an owner that blocks of its own are used here."""
         with self._lock:
             for at in range(0, len(keys), KEYS_MAX):
                 self._feed.post(TOUCH, {"keys": join_keys(list(keys[at : at + KEYS_MAX]))}, now, to=slot)
@@ -498,6 +502,10 @@ class Member:
 
     def wake(self) -> None:
         self._source.wake()
+
+    @property
+    def _is_connected(self) -> bool:
+        return any(link.writing.up and link.reading.up for link in self.links)
 
     def _away(self) -> list[str]:
         return [

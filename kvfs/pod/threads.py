@@ -8,11 +8,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from kvfs.pod.asking import LeaseAsk
 from kvfs.pod.engine import Engine
+from kvfs.pod.limits import KEYS_MAX
 from kvfs.pod.member import Half, Member, MemberStatistics, Source
 
 FRESH_S, LEASE_S = 0.1, 0.05
@@ -65,10 +66,22 @@ class Pod:
 
     def lease(self, slot: int, keys: Sequence[bytes], seconds: float, timeout_s: float = LEASE_S) -> LeaseAsk:
         """Ask an owner to keep blocks from eviction; `held` says which are. Without an answer in time: none."""
-        ask = self.member.lease(slot, keys, seconds, time.monotonic(), timeout_s)
-        ask.wait()
-        self.member.finish_lease(ask)
+        (ask,) = self.lease_all({slot: keys}, seconds, timeout_s)
         return ask
+
+    def lease_all(
+        self, wanted: Mapping[int, Sequence[bytes]], seconds: float, timeout_s: float = LEASE_S
+    ) -> list[LeaseAsk]:
+        """As lease(), of several owners side by side. One who is asked for many has several answers, in order."""
+        asks = [
+            self.member.lease(slot, keys[at : at + KEYS_MAX], seconds, time.monotonic(), timeout_s)
+            for slot, keys in wanted.items()
+            for at in range(0, len(keys), KEYS_MAX)
+        ]
+        for ask in asks:
+            ask.wait()
+            self.member.finish_lease(ask)
+        return asks
 
     def release(self, ask: LeaseAsk) -> None:
         self.member.release(ask, time.monotonic())

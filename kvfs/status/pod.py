@@ -36,6 +36,7 @@ COUNTERS = {
     "skipped": "Of those the ones that changed nothing: old, ended, without room.",
     "conflicts": "Blocks of this node that lost their name to another node's later one.",
     "leases": "Leases of this node's blocks that other nodes were given.",
+    "touches": "Blocks of this node that other nodes said they use, without a read.",
     "loads": "Times that a node's flash was read to its end.",
     "loaded_names": "Names that were read from flash.",
     "forged": "Messages without a valid seal.",

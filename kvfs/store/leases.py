@@ -4,10 +4,15 @@ A lease ends with its release, its deadline, or its client's connection, whichev
 eviction alone. A block that is deleted, replaced, damaged, or on a device that goes away has lost its lease. Which
 blocks are kept is counted in the data plane (native/src/content/lease.c), one call for a frame. Here are
 the deadlines and the bounds. Leases are few enough that eviction always has something to take.
+
+In a pod a lease may also keep blocks of other nodes, which those keep by rules of their own. Here is when they are told
+that it has ended, and how many there may be.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
@@ -42,12 +47,45 @@ class Lessee:
 class _Lease:
     lessee: Lessee
     told: LeasedBlocks
+    until_s: float
+    # Of other nodes: how many, and how each of those is told of the end.
+    other_blocks: int = 0
+    others: list[Callable[[], None]] = field(default_factory=list)
+
+
+class Asking:
+    """Other nodes are being asked for a lease. blocks: how many of those wanted they may be asked for, the first ones;
+    seconds: for how long."""
+
+    def __init__(self, leases: Leases, lessee: Lessee, number: int, until_s: float, blocks: int) -> None:
+        self.blocks = blocks
+        self.seconds = max(0.001, until_s - trio.current_time())
+        self._leases, self._lessee, self._number, self._until_s = leases, lessee, number, until_s
+        self._kept, self._others = 0, list[Callable[[], None]]()
+
+    def add(self, kept: int, release: Callable[[], None]) -> None:
+        """A node was asked, and keeps so many blocks. What it keeps is released with the lease."""
+        if kept:
+            self._kept += kept
+            self._others.append(release)
+
+    def enter(self) -> int:
+        """Returns the lease's number; 0: it keeps nothing of this, or has ended meanwhile."""
+        number = self._leases.enter_others(self._lessee, self._number, self._until_s, self._kept, self._others)
+        self._others = []
+        return number
+
+    def end(self) -> None:
+        """What was not entered is released."""
+        for release in self._others:
+            release()
+        self._others = []
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseStatistics:
-    """Leases in force, their clients, and the blocks that they keep; since the mount: blocks granted and refused,
-    leases that were not released in time."""
+    """Leases in force, their clients, and the blocks of this node that they keep; since the mount: blocks granted and
+    refused, leases that were not released in time."""
 
     open: int
     clients: int
@@ -96,7 +134,45 @@ class Leases:
         lessee.blocks += kept
         lessee.pages += told.pages - before[1]
         assert told.count == before[0] + kept
-        return (number if lease is not None else self._enter(lessee, told, milliseconds)), held
+        return (number if lease is not None else self._enter(lessee, told, _until(milliseconds))), held
+
+    @contextmanager
+    def ask_others(self, lessee: Lessee, number: int, milliseconds: int, count: int) -> Iterator[Asking]:
+        """Other nodes are asked for so many blocks, for a new lease or that of a number. Those asked for count against
+        the bounds; after that, those that are kept."""
+        lease = lessee.leases.get(number)
+        full = len(lessee.leases) >= _LEASES_MAX or len(self._leases) >= _ALL_LEASES_MAX
+        room = min(_BLOCKS_MAX - lessee.blocks, _ALL_BLOCKS_MAX - self._blocks)
+        blocks = max(0, min(count, 0 if lease is None and (number or full) else room))
+        asking = Asking(self, lessee, number, _until(milliseconds) if lease is None else lease.until_s, blocks)
+        before = self._granted
+        self._blocks += blocks
+        lessee.blocks += blocks
+        try:
+            yield asking
+        finally:
+            self._blocks -= blocks
+            lessee.blocks -= blocks
+            asking.end()
+            self._refused += max(0, count - (self._granted - before))
+
+    def enter_others(
+        self, lessee: Lessee, number: int, until_s: float, kept: int, others: list[Callable[[], None]]
+    ) -> int:
+        """See Asking.enter()."""
+        if number and number not in lessee.leases:
+            for release in others:
+                release()
+            return 0
+        if kept:
+            number = number or self._enter(lessee, self._frames.lease(), until_s)
+            lease = lessee.leases[number]
+            lease.other_blocks += kept
+            lease.others += others
+            self._blocks += kept
+            lessee.blocks += kept
+            self._granted += kept
+        return number
 
     def _room(self, lessee: Lessee) -> Room:
         pool = self._segments.usable * self._segments.area
@@ -105,12 +181,12 @@ class Leases:
             max(0, min(_BLOCKS_MAX - lessee.blocks, _ALL_BLOCKS_MAX - self._blocks)),
         )  # fmt: skip
 
-    def _enter(self, lessee: Lessee, told: LeasedBlocks, milliseconds: int) -> int:
+    def _enter(self, lessee: Lessee, told: LeasedBlocks, until_s: float) -> int:
         self._last_number += 1
         number = self._last_number
-        self._leases[number] = lessee.leases[number] = _Lease(lessee, told)
+        self._leases[number] = lessee.leases[number] = _Lease(lessee, told, until_s)
         self._lessees.add(lessee)
-        heappush(self._deadlines, (trio.current_time() + min(milliseconds, LEASE_MAX_MS) / 1000, number))
+        heappush(self._deadlines, (until_s, number))
         if self._deadlines[0][1] == number:
             self._sooner.set()
         return number
@@ -139,13 +215,16 @@ class Leases:
         lease = self._leases.pop(number)
         lessee, told = lease.lessee, lease.told
         del lessee.leases[number]
-        self._blocks -= told.count
-        lessee.blocks -= told.count
+        blocks = told.count + lease.other_blocks
+        self._blocks -= blocks
+        lessee.blocks -= blocks
         lessee.pages -= told.pages
         assert self._blocks >= 0 and lessee.blocks >= 0 and lessee.pages >= 0
         if not lessee.leases:
             self._lessees.discard(lessee)
         self._frames.lease_end(told)
+        for release in lease.others:
+            release()
 
     async def run(self) -> None:
         """End leases at their deadlines. Until cancelled."""
@@ -171,3 +250,7 @@ class Leases:
             len(self._leases), len(self._lessees), blocks, pages * PAGE_SIZE, self._granted, self._refused,
             self._expired,
         )  # fmt: skip
+
+
+def _until(milliseconds: int) -> float:
+    return trio.current_time() + min(milliseconds, LEASE_MAX_MS) / 1000

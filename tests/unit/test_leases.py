@@ -143,3 +143,75 @@ def test_another_s_number_is_nobody_s(pool: Path) -> None:
         assert store.leases.release(one, number) and not is_leased(store, inode)
 
     with_store(pool, work)
+
+
+# ---- blocks of other nodes ----
+
+
+def ask_others(store: Store, lessee: Lessee, number: int, kept: int, ended: list[str], *, wanted: int = 0) -> int:
+    with store.leases.ask_others(lessee, number, 1000, wanted or kept) as asking:
+        asking.add(min(kept, asking.blocks), lambda: ended.append("ended"))
+        return asking.enter()
+
+
+def test_what_other_nodes_keep_ends_with_the_lease(pool: Path) -> None:
+    async def work(store: Store) -> None:
+        (inode,), one, ended = await blocks(store, 1), Lessee(), list[str]()
+        # Asked for first, then with a number; and the other way round.
+        others = ask_others(store, one, 0, 3, ended)
+        assert others and take(store, one, [inode], 1000, others) == (others, [1]) and one.blocks == 4
+        own, _ = take(store, one, [inode])
+        assert ask_others(store, one, own, 2, ended) == own and one.blocks == 7
+        assert store.leases.release(one, others) and ended == ["ended"] and one.blocks == 3
+        await pass_time(1.1)
+        assert ended == ["ended"] * 2 and not store.leases.release(one, own)
+        assert ask_others(store, one, own, 2, ended) == 0, "it has ended: nothing is asked for"
+        assert ask_others(store, one, 0, 1, ended) and ended == ["ended"] * 2
+        store.leases.leave(one)
+        assert ended == ["ended"] * 3 and (one.blocks, one.pages) == (0, 0)
+
+    with_store(pool, work, jumping=True)
+
+
+def test_others_are_asked_for_the_rest_of_a_leases_time(pool: Path) -> None:
+    async def work(store: Store) -> None:
+        (inode,), one = await blocks(store, 1), Lessee()
+        with store.leases.ask_others(one, 0, 1 << 31, 1) as asking:
+            assert asking.seconds == pytest.approx(LEASE_MAX_MS / 1000, abs=1)
+        number, _ = take(store, one, [inode], 10_000)
+        await pass_time(4)
+        with store.leases.ask_others(one, number, 60_000, 1) as asking:
+            assert asking.seconds == pytest.approx(6, abs=1)
+        assert one.blocks == 1
+
+    with_store(pool, work, jumping=True)
+
+
+def test_what_other_nodes_keep_is_bounded_also_while_they_are_asked(
+    pool: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases_module, "_BLOCKS_MAX", 10)
+
+    async def work(store: Store) -> None:
+        one, ended = Lessee(), list[str]()
+        with store.leases.ask_others(one, 0, 1000, 8) as asking, store.leases.ask_others(one, 0, 1000, 8) as second:
+            assert (asking.blocks, second.blocks) == (8, 2)
+            second.add(2, lambda: ended.append("second"))  # not entered, as when its client hangs up
+        assert ended == ["second"] and one.blocks == 0
+        number = ask_others(store, one, 0, 10, ended)
+        assert number and one.blocks == 10
+        with store.leases.ask_others(one, number, 1000, 1) as asking:
+            assert asking.blocks == 0
+        # It ends while others are asked.
+        with store.leases.ask_others(one, 0, 1000, 0):
+            pass
+        assert store.leases.release(one, number)
+        number = ask_others(store, one, 0, 1, ended)
+        with store.leases.ask_others(one, number, 1000, 1) as asking:
+            store.leases.release(one, number)
+            asking.add(1, lambda: ended.append("late"))
+            assert asking.enter() == 0
+        assert ended[-1] == "late" and one.blocks == 0
+        assert store.leases.statistics().refused >= 8
+
+    with_store(pool, work, jumping=True)

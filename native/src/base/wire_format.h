@@ -2,9 +2,9 @@
  * kvfs/frontend/clients.py are the other end.
  *
  * A connection that begins with "KVFSCLI1" instead of '{' speaks frames: struct wire_frame and `size` bytes behind it. The client asks,
- * the daemon answers with the same type and id, in any order: a client may have many requests under way. HITS, TOUCH, REPORT and BAD_BLOCK have no
- * answer; CLOSE comes unasked. An answer with status < 0 is -errno and its payload a message. Either side hangs up on a frame that breaks a rule below.
- * When the connection ends, the daemon takes back every reservation that was not committed, and ends every lease.
+ * the daemon answers with the same type and id, in any order: a client may have many requests under way. HITS, TOUCH, REPORT, BAD_BLOCK and FOREIGN
+ * have no answer; CLOSE comes unasked. An answer with status < 0 is -errno and its payload a message. Either side hangs up on a frame that breaks a
+ * rule below. When the connection ends, the daemon takes back every reservation that was not committed, and ends every lease.
  */
 #ifndef KVFS_WIRE_FORMAT_H
 #define KVFS_WIRE_FORMAT_H
@@ -154,7 +154,8 @@ struct wire_lease {
     uint32_t reserved;
 };
 static_assert(sizeof(struct wire_lease) == 16, "wire");
-/* FOREIGN: this and so many blocks of other nodes, whose names are known by their keys alone. It has no answer. */
+/* FOREIGN: this and so many blocks of other nodes, whose names are known by their keys alone. It has no answer. HIT: they were read. TOUCH: they are
+ * used now without a read. BAD: their bytes do not prove; this node forgets these places. */
 enum wire_foreign_what { WIRE_FOREIGN_HIT = 1, WIRE_FOREIGN_TOUCH = 2, WIRE_FOREIGN_BAD = 3 };
 struct wire_foreign {
     uint32_t what;
@@ -165,7 +166,8 @@ struct wire_foreign_block {
     uint32_t segment, page; /* where it was found */
 };
 static_assert(sizeof(struct wire_foreign_block) == 24, "wire");
-/* FOREIGN_LEASE: a struct wire_lease and struct wire_foreign_block. As LEASE, of blocks of other nodes: those are asked, for at most 50 ms. */
+/* FOREIGN_LEASE: struct wire_lease, then struct wire_foreign_block, at least one. As LEASE, of blocks of other nodes: each owner is asked, all at one
+ * time, for at most 50 ms; without an answer none of its blocks is kept. A lease may have blocks of both kinds: LEASE and FOREIGN_LEASE add to it. */
 /* FRESH: nothing. Answered, with nothing, when all is here that the other nodes had. */
 /* RELEASE: uint64_t lease. Answer: uint64_t: 1: it was in force until now; 0: it had ended. */
 /* EVENTS: this. BEGIN is answered by a struct wire_feed, with the feed's descriptor on the first byte of the frame. The feed ends with the last

@@ -23,7 +23,7 @@
 #define CLIENT_RETRIES 4
 #define SIDE_PAGES 2u
 #define CLIENT_HITS_MAX 500
-#define CLIENT_FOREIGN_MAX 256
+#define CLIENT_FOREIGN_MAX 170
 #define CLIENT_FAILED_MAX 1024
 #define KVFS_KEY_SHORT 127 /* bytes of a key whose name has all of its digits */
 #define CLIENT_COUNTERS (sizeof(struct kvfs_client_statistics) / sizeof(uint64_t))
@@ -187,6 +187,10 @@ int wire_answer(struct kvfs_client *client, struct wire_pending *pending, uint8_
 int wire_ask(struct kvfs_client *client, struct connection *connection, uint16_t type, const void *payload, uint32_t size, uint32_t timeout_ms,
              uint8_t **reply, uint32_t *reply_size);
 /* Notify the daemon, without an answer; dropped where it would have to wait: small frames are sent whole or not at all. */
+#define WIRE_NOTIFY_MAX 4096
+static_assert(CLIENT_HITS_MAX * sizeof(uint64_t) <= WIRE_NOTIFY_MAX, "a frame of hits would be dropped");
+static_assert(sizeof(struct wire_foreign) + CLIENT_FOREIGN_MAX * sizeof(struct wire_foreign_block) <= WIRE_NOTIFY_MAX,
+              "so would one of foreign hits");
 void wire_notify(struct connection *connection, uint16_t type, const void *payload, uint32_t size);
 /* A payload that grows; what is appended is padded to 8. The owner frees data. */
 struct message_buffer {
@@ -262,6 +266,9 @@ void client_hit(struct kvfs_client *client, struct connection *connection, const
 void client_failed(struct kvfs_client *client, uint64_t inode);
 bool client_has_failed(struct kvfs_client *client, uint64_t inode);
 void client_bad_block(struct connection *connection, const struct kvfs_record *record);
+/* Blocks of other nodes, as frames name them; at most CLIENT_FOREIGN_MAX. what: enum wire_foreign_what */
+struct wire_foreign_block foreign_block(const struct kvfs_record *record);
+void foreign_notify(struct connection *connection, uint32_t what, const struct wire_foreign_block *blocks, uint32_t count);
 
 /* ---- client/orphans.c ---- */
 

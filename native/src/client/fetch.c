@@ -210,6 +210,8 @@ static bool fetch_again(struct fetch *fetch) {
             TALLY(lane->client, checksum_errors, 1);
             client_bad_block(connection, then);
             fetch->error = then->flags & KVFS_INODE_FOREIGN ? -ESTALE : -EIO; /* a place of another node's may be old news */
+            if (fetch->error == -ESTALE)                                      /* its number is of this place alone */
+                client_failed(lane->client, then->inode);
             return false;
         }
         fetch->bad_once = true;

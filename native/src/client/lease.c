@@ -1,4 +1,5 @@
-/* Leases and touches: the table says which inodes the keys lead to, and the daemon is told these. */
+/* Leases and touches: the table says which inodes the keys lead to, and the daemon is told these. Of blocks of other nodes it is told the keys of
+ * their names, in frames of their own; one lease has both kinds. */
 #include "client/client.h"
 
 #include <stdio.h>
@@ -6,6 +7,18 @@
 /* A block that was replaced after its look-up is looked up again, so often. */
 #define LEASE_TRIES 3
 
+/* What is asked for in one frame: blocks of this node, or of others. */
+struct lease_part {
+    uint32_t count;
+    uint32_t asked[KVFS_WIRE_ITEMS_MAX]; /* keys, by number */
+    struct {
+        struct wire_lease head;
+        union {
+            uint64_t inodes[KVFS_WIRE_ITEMS_MAX];
+            struct wire_foreign_block blocks[KVFS_WIRE_ITEMS_MAX];
+        };
+    } frame;
+};
 struct lease_call {
     struct kvfs_client *client;
     struct connection *connection;
@@ -14,22 +27,20 @@ struct lease_call {
     uint8_t *held;
     uint64_t lease;
     uint32_t milliseconds;
-    uint32_t count, refused; /* of the frame; of the frames of one try */
-    uint32_t asked[KVFS_WIRE_ITEMS_MAX];
-    struct {
-        struct wire_lease head;
-        uint64_t inodes[KVFS_WIRE_ITEMS_MAX];
-    } frame;
+    uint32_t refused; /* of the frames of one try */
+    struct lease_part own, foreign;
 };
 
-static int lease_ask(struct lease_call *call) {
+static int lease_ask(struct lease_call *call, struct lease_part *part) {
     uint8_t *reply = NULL;
-    uint32_t reply_size = 0, count = call->count;
+    uint32_t reply_size = 0, count = part->count, item_size = part == &call->own ? sizeof(uint64_t) : sizeof(struct wire_foreign_block);
     uint64_t lease = 0;
-    call->count = 0;
-    call->frame.head = (struct wire_lease){.lease = call->lease, .milliseconds = call->milliseconds};
-    int r = wire_ask(call->client, call->connection, WIRE_LEASE, &call->frame, (uint32_t)(sizeof(struct wire_lease) + 8ull * count),
-                     call->client->options.timeout_ms, &reply, &reply_size);
+    part->count = 0;
+    if (!count)
+        return 0;
+    part->frame.head = (struct wire_lease){.lease = call->lease, .milliseconds = call->milliseconds};
+    int r = wire_ask(call->client, call->connection, part == &call->own ? WIRE_LEASE : WIRE_FOREIGN_LEASE, &part->frame,
+                     (uint32_t)sizeof(struct wire_lease) + item_size * count, call->client->options.timeout_ms, &reply, &reply_size);
     if (r < 0)
         return r;
     if (reply_size == sizeof(lease) + count)
@@ -38,7 +49,7 @@ static int lease_ask(struct lease_call *call) {
     for (uint32_t i = 0; good && i < count; i++) {
         bool held = reply[sizeof(lease) + i];
         good = lease || !held;
-        call->held[call->asked[i]] = held;
+        call->held[part->asked[i]] = held;
         call->refused += !held;
     }
     free(reply);
@@ -49,7 +60,7 @@ static int lease_ask(struct lease_call *call) {
     return 0;
 }
 
-/* Ask for every key that is not held, and now leads to an inode that was not asked for. */
+/* Ask for every key that is not held, and now leads to an inode that was not asked for. A block of another node has a number of its place. */
 static int lease_try(struct lease_call *call) {
     struct shards shards = {0};
     struct kvfs_record record;
@@ -62,12 +73,19 @@ static int lease_try(struct lease_call *call) {
             return found;
         if (found < 0 || record.inode == call->inodes[i])
             continue;
-        call->inodes[i] = call->frame.inodes[call->count] = record.inode;
-        call->asked[call->count++] = i;
-        if (call->count == KVFS_WIRE_ITEMS_MAX)
-            r = lease_ask(call);
+        struct lease_part *part = record.flags & KVFS_INODE_FOREIGN ? &call->foreign : &call->own;
+        call->inodes[i] = record.inode;
+        if (part == &call->own)
+            part->frame.inodes[part->count] = record.inode;
+        else
+            part->frame.blocks[part->count] = foreign_block(&record);
+        part->asked[part->count++] = i;
+        if (part->count == KVFS_WIRE_ITEMS_MAX)
+            r = lease_ask(call, part);
     }
-    return r == 0 && call->count ? lease_ask(call) : r;
+    if (r == 0)
+        r = lease_ask(call, &call->own);
+    return r == 0 ? lease_ask(call, &call->foreign) : r;
 }
 
 static int release_ask(struct kvfs_client *client, struct connection *connection, uint64_t lease) {
@@ -142,7 +160,8 @@ int kvfs_touch(struct kvfs_client *client, const struct kvfs_keys *keys) {
     struct connection *connection;
     struct shards shards = {0};
     uint64_t inodes[CLIENT_HITS_MAX];
-    uint32_t waiting = 0;
+    struct wire_foreign_block blocks[CLIENT_FOREIGN_MAX];
+    uint32_t waiting = 0, foreign = 0;
     const uint8_t *key = keys->data;
     int r = connection_get(client, &connection), found = 0;
     if (r < 0)
@@ -152,17 +171,24 @@ int kvfs_touch(struct kvfs_client *client, const struct kvfs_keys *keys) {
         r = key_find(client, connection, &shards, keys->kind, key, keys->sizes[i], &record);
         if (r < 0 && r != -ENOENT)
             break;
-        if (r == 0) {
+        if (r == 0 && record.flags & KVFS_INODE_FOREIGN)
+            blocks[foreign++] = foreign_block(&record);
+        else if (r == 0)
             inodes[waiting++] = record.inode;
-            found++;
-        }
+        found += r == 0;
         if (waiting == CLIENT_HITS_MAX) {
             wire_notify(connection, WIRE_TOUCH, inodes, waiting * (uint32_t)sizeof(*inodes));
             waiting = 0;
         }
+        if (foreign == CLIENT_FOREIGN_MAX) {
+            foreign_notify(connection, WIRE_FOREIGN_TOUCH, blocks, foreign);
+            foreign = 0;
+        }
     }
     if (waiting)
         wire_notify(connection, WIRE_TOUCH, inodes, waiting * (uint32_t)sizeof(*inodes));
+    if (foreign)
+        foreign_notify(connection, WIRE_FOREIGN_TOUCH, blocks, foreign);
     connection_put(connection);
     return r < 0 && r != -ENOENT ? r : found;
 }

@@ -66,11 +66,11 @@ bool client_has_failed(struct kvfs_client *client, uint64_t inode) {
 
 /* ---- to the daemon ---- */
 
-static struct wire_foreign_block foreign_block(const struct kvfs_record *record) {
+struct wire_foreign_block foreign_block(const struct kvfs_record *record) {
     return (struct wire_foreign_block){record->key_low, record->key_high, record->segment, record->page};
 }
 
-static void foreign_notify(struct connection *connection, uint32_t what, const struct wire_foreign_block *blocks, uint32_t count) {
+void foreign_notify(struct connection *connection, uint32_t what, const struct wire_foreign_block *blocks, uint32_t count) {
     struct {
         struct wire_foreign head;
         struct wire_foreign_block blocks[CLIENT_FOREIGN_MAX];
@@ -88,48 +88,36 @@ void client_bad_block(struct connection *connection, const struct kvfs_record *r
         wire_notify(connection, WIRE_BAD_BLOCK, words, sizeof(words));
 }
 
-/* Of another node's block: kept until there are many, or a second has passed. */
-static void foreign_hit_add(struct kvfs_client *client, struct connection *connection, const struct kvfs_record *record) {
-    struct wire_foreign_block blocks[CLIENT_FOREIGN_MAX];
-    uint32_t count = 0;
-    pthread_mutex_lock(&client->lock);
-    client->foreign_hits[client->foreign_hit_count++] = foreign_block(record);
-    if (client->foreign_hit_count == CLIENT_FOREIGN_MAX || now_ns() - client->hits_sent_ns > 1000000000) {
-        count = client->foreign_hit_count;
-        memcpy(blocks, client->foreign_hits, count * sizeof(*blocks));
-        client->foreign_hit_count = 0;
-    }
-    pthread_mutex_unlock(&client->lock);
-    if (count)
-        foreign_notify(connection, WIRE_FOREIGN_HIT, blocks, count);
-}
-
 void client_hit(struct kvfs_client *client, struct connection *connection, const struct kvfs_record *record) {
-    uint64_t inode = record && !(record->flags & KVFS_INODE_FOREIGN) ? record->inode : 0;
-    if (record && !inode) {
-        foreign_hit_add(client, connection, record);
-        if (now_ns() - client->hits_sent_ns <= 1000000000)
-            return;
-    }
     uint64_t hits[CLIENT_HITS_MAX], now = now_ns();
-    uint32_t count = 0;
+    struct wire_foreign_block foreign[CLIENT_FOREIGN_MAX];
+    uint32_t count = 0, foreign_count = 0;
     struct kvfs_client_statistics report;
     const uint32_t totals = CLIENT_COUNTERS - 1;
-    bool tell = false;
     pthread_mutex_lock(&client->lock);
-    if (inode)
-        client->hits[client->hit_count++] = inode;
-    if (client->hit_count == CLIENT_HITS_MAX || !inode || now - client->hits_sent_ns > 1000000000) {
+    bool due = !record || now - client->hits_sent_ns > 1000000000;
+    if (record && record->flags & KVFS_INODE_FOREIGN)
+        client->foreign_hits[client->foreign_hit_count++] = foreign_block(record);
+    else if (record)
+        client->hits[client->hit_count++] = record->inode;
+    if (due || client->hit_count == CLIENT_HITS_MAX) {
         count = client->hit_count;
         memcpy(hits, client->hits, count * sizeof(*hits));
         client->hit_count = 0;
-        tell = !inode || now - client->hits_sent_ns > 1000000000;
-        client->hits_sent_ns = now;
     }
+    if (due || client->foreign_hit_count == CLIENT_FOREIGN_MAX) {
+        foreign_count = client->foreign_hit_count;
+        memcpy(foreign, client->foreign_hits, foreign_count * sizeof(*foreign));
+        client->foreign_hit_count = 0;
+    }
+    if (due)
+        client->hits_sent_ns = now;
     pthread_mutex_unlock(&client->lock);
     if (count)
         wire_notify(connection, WIRE_HITS, hits, count * (uint32_t)sizeof(*hits));
-    if (tell && kvfs_client_statistics_get(client, &report) == 0) {
+    if (foreign_count)
+        foreign_notify(connection, WIRE_FOREIGN_HIT, foreign, foreign_count);
+    if (due && kvfs_client_statistics_get(client, &report) == 0) {
         memmove((uint64_t *)&report + totals, &report.busy, sizeof(report.busy));
         wire_notify(connection, WIRE_REPORT, &report, (totals + 1) * (uint32_t)sizeof(uint64_t));
     }

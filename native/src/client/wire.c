@@ -276,9 +276,10 @@ int wire_ask(struct kvfs_client *client, struct connection *connection, uint16_t
 
 /* Notify the daemon, without an answer. Dropped where it would have to wait. Small frames are sent whole or not at all. */
 void wire_notify(struct connection *connection, uint16_t type, const void *payload, uint32_t size) {
-    uint8_t data[sizeof(struct wire_frame) + 8 * 512];
+    uint8_t data[sizeof(struct wire_frame) + WIRE_NOTIFY_MAX];
     struct wire_frame frame = {.size = size, .type = type};
-    if (size > sizeof(data) - sizeof(frame) || connection->gone || pthread_mutex_trylock(&connection->send_lock) != 0)
+    assert(size <= WIRE_NOTIFY_MAX);
+    if (connection->gone || pthread_mutex_trylock(&connection->send_lock) != 0)
         return;
     memcpy(data, &frame, sizeof(frame));
     memcpy(data + sizeof(frame), payload, size);
