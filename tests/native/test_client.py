@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 from helpers import KIB, MIB, REPOSITORY, assert_same, content, opened, read_file, wait_until, write_file
@@ -465,3 +466,20 @@ def test_a_batch_may_be_larger_than_the_pool(own_pool):
             client.put([(f"{size} {i}", block) for i in range(size)])
             assert client.exists([f"{size} {size - 1}"]) == [True]
         assert_same(client.get("400 399"), block, "the last block")
+
+
+def test_a_client_that_reads_many_blocks_tells_its_statistics_meanwhile(own_pool):
+    """A report went with hits that were a second old, and fast readers have none."""
+    pool = own_pool(files=1, size="64M")
+    keys = [f"key {index}" for index in range(600)]
+    with kvfs.connect(pool.mount, "fast", gpu=None) as client:
+        client.put([(key, b"x" * 100) for key in keys])
+        items = [(key, bytearray(100)) for key in keys]
+
+        def told():
+            done = time.monotonic() + 1.3
+            while time.monotonic() < done:
+                client.get_into(items)
+            return pool.status()["counters"]["native_gets"] > 0
+
+        wait_until(told, "a report while blocks are read", timeout_s=20)
