@@ -1,7 +1,7 @@
 """Engines' storage clients on the nodes of a pod: what one stores on a node is looked up and loaded on another.
 
 Clients of files are those of tests/engines, unchanged: `tools/setup-clients` brings them in, and one that is not there
-is a skip by its name. What the connectors rest on is there always. The connectors in real engines on a pod are in
+is a skip by its name. The connection under the connectors is tested without them. The connectors in real engines on a pod are in
 tests/connectors/test_pod_connectors.py.
 """
 
