@@ -60,8 +60,12 @@ def gone(player: Player, block: int) -> None:
 
 
 # Those that believe their own memory about what is there ask no files for what others have stored.
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.index])
+ASKING = [name for name, case in CASES.items() if not case.index]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name.startswith("vllm") else pytest.mark.slow) for name in ASKING]
+)
 def test_an_engine_loads_what_the_same_engine_stored_on_another_node(
     pod: Pod, tmp_path: pathlib.Path, name: str
 ) -> None:
