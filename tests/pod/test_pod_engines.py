@@ -1,7 +1,7 @@
 """Engines' storage clients on the nodes of a pod: what one stores on a node is looked up and loaded on another.
 
 Clients of files are those of tests/engines, unchanged: `tools/setup-clients` brings them in, and one that is not there
-is a skip by its name. What the connectors rest on is there always. The connectors in real engines on a pod are in
+is a skip by its name. The connection under the connectors is tested without them. The connectors in real engines on a pod are in
 tests/connectors/test_pod_connectors.py.
 """
 
@@ -60,8 +60,12 @@ def gone(player: Player, block: int) -> None:
 
 
 # Those that believe their own memory about what is there ask no files for what others have stored.
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.index])
+ASKING = [name for name, case in CASES.items() if not case.index]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name.startswith("vllm") else pytest.mark.slow) for name in ASKING]
+)
 def test_an_engine_loads_what_the_same_engine_stored_on_another_node(
     pod: Pod, tmp_path: pathlib.Path, name: str
 ) -> None:
