@@ -208,7 +208,7 @@ class Clients:
         self._base = [0] * len(REPORTED)
         self._ending = False
         podmap = store.plane.pod
-        # None: the pool is no pod.
+        # A pool of one node has no such requests: None.
         self.foreign = (
             ForeignRequests(podmap, store.leases, others) if podmap is not None and others is not None else None
         )

@@ -1,4 +1,4 @@
-"""What native clients ask about blocks of other nodes of a pod: FOREIGN, FOREIGN_LEASE, FRESH
+"""Requests of native clients about blocks of other nodes of a pod: FOREIGN, FOREIGN_LEASE, FRESH
 (native/src/base/wire_format.h).
 
 A client finds such blocks in the pod map and reads them by itself. Their names are known by their keys alone; the owner

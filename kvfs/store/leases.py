@@ -64,7 +64,7 @@ class Asking:
         self._kept, self._others = 0, list[Callable[[], None]]()
 
     def add(self, kept: int, release: Callable[[], None]) -> None:
-        """A node was asked, and keeps so many blocks. What it keeps is released with the lease."""
+        """A node was asked, and keeps so many blocks. They are released with the lease."""
         if kept:
             self._kept += kept
             self._others.append(release)
@@ -76,7 +76,7 @@ class Asking:
         return number
 
     def end(self) -> None:
-        """What was not entered is released."""
+        """All that was not entered is released."""
         for release in self._others:
             release()
         self._others = []
@@ -84,8 +84,9 @@ class Asking:
 
 @dataclass(frozen=True, slots=True)
 class LeaseStatistics:
-    """Leases in force, their clients, and the blocks of this node that they keep; since the mount: blocks granted and
-    refused, leases that were not released in time."""
+    """Leases in force, their clients, and the blocks of this node that they keep.
+
+    Since the mount: blocks granted and refused, leases that were not released in time."""
 
     open: int
     clients: int

@@ -1,9 +1,9 @@
 /* sources: base block */
-/* The recycle race: a reader has an old header page of another node's block, and the pages behind it are a new block's by now. The leaves alone keep
+/* The recycle race: a reader has an old header page of another node's block. The pages behind it are a new block's by now. The leaves alone keep
  * the new bytes from it, so they must be wide.
  *
- * An owner writes generation after generation of a block to the same place, each with other bytes. A reader has the header of any older generation,
- * as it may: a handle keeps one, and one I/O over header and data may be torn between them. It proves what it has as kvfs does: desc_verify() by what
+ * An owner writes generation after generation of a block to the same place, each with other bytes. A reader has the header of any older generation.
+ * It may have: a handle keeps one, and one I/O over header and data may be torn between them. It proves what it has as kvfs does: desc_verify() by what
  * its pod map says, then the leaves. With leaves of 64 bits no read of 10^6 passes. The same reads with leaves cut to 8 bits pass once in 256: this
  * test would see a mistake. The cut kernel is checksum_leaf.h once more, compiled here with KVFS_TEST_LEAF_BITS. */
 #define KVFS_TEST_LEAF_BITS 8
@@ -24,7 +24,7 @@ struct life {
     uint8_t data[PAGES * PAGE];
     uint64_t leaves[PAGES], cut[PAGES];
     struct desc *desc, *cut_desc; /* headers with whole leaves, and with cut ones */
-    struct kvfs_record record;    /* what a pod map says of it */
+    struct kvfs_record record;    /* as a pod map has it */
 };
 
 static struct desc *header(struct life *life, uint32_t number, const uint64_t *leaves) {

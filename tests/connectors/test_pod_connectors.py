@@ -62,7 +62,7 @@ def test_vllm_on_two_nodes(engine, players):
     assert one.store(range(COUNT)) == COUNT
     answers(lambda: other.lookup(range(COUNT)), [True] * COUNT)
     assert other.load(range(COUNT)) == ["same"] * COUNT, other.tail()
-    # Blocks that are there are not written again, and new ones go the other way.
+    # Blocks that are there are not written again. New ones go the other way.
     other.ask("forget")
     assert other.store(range(COUNT + 2)) == COUNT + 2
     answers(lambda: one.lookup(range(COUNT + 2)), [True] * (COUNT + 2))
@@ -92,7 +92,7 @@ def test_lmcache_on_two_nodes(engine, players, start):
     assert one.ask("store", blocks) == [True] * COUNT, one.tail()
     answers(lambda: other.ask("lookup", blocks), [True] * COUNT)
     assert other.ask("load", blocks) == ["same"] * COUNT, other.tail()
-    # Blocks that are there are not written again, and new ones go the other way.
+    # Blocks that are there are not written again. New ones go the other way.
     assert other.ask("store", range(COUNT + 2)) == [True] * (COUNT + 2), other.tail()
     counters = other.ask("counters")
     assert counters["stored"] == 2, counters

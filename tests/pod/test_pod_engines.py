@@ -1,8 +1,8 @@
 """Engines' storage clients on the nodes of a pod: what one stores on a node is looked up and loaded on another.
 
 Clients of files are those of tests/engines, unchanged: `tools/setup-clients` brings them in, and one that is not there
-is a skip by its name. The connection under the connectors is tested without them. The connectors in real engines on a pod are in
-tests/connectors/test_pod_connectors.py.
+is a skip by its name. The connection under the connectors is tested without them. The connectors in real engines on a
+pod are in tests/connectors/test_pod_connectors.py.
 """
 
 from __future__ import annotations

@@ -166,8 +166,8 @@ struct wire_foreign_block {
     uint32_t segment, page; /* where it was found */
 };
 static_assert(sizeof(struct wire_foreign_block) == 24, "wire");
-/* FOREIGN_LEASE: struct wire_lease, then struct wire_foreign_block, at least one. As LEASE, of blocks of other nodes: each owner is asked, all at one
- * time, for at most 50 ms; without an answer none of its blocks is kept. A lease may have blocks of both kinds: LEASE and FOREIGN_LEASE add to it. */
+/* FOREIGN_LEASE: struct wire_lease, then struct wire_foreign_block, at least one. As LEASE, of blocks of other nodes. Each owner is asked, all at one
+ * time, for at most 50 ms. Without an answer none of its blocks is kept. A lease may have blocks of both kinds: LEASE and FOREIGN_LEASE add to it. */
 /* FRESH: nothing. Answered, with nothing, when all is here that the other nodes had. */
 /* RELEASE: uint64_t lease. Answer: uint64_t: 1: it was in force until now; 0: it had ended. */
 /* EVENTS: this. BEGIN is answered by a struct wire_feed, with the feed's descriptor on the first byte of the frame. The feed ends with the last

@@ -266,7 +266,7 @@ void client_hit(struct kvfs_client *client, struct connection *connection, const
 void client_failed(struct kvfs_client *client, uint64_t inode);
 bool client_has_failed(struct kvfs_client *client, uint64_t inode);
 void client_bad_block(struct connection *connection, const struct kvfs_record *record);
-/* Blocks of other nodes, as frames name them; at most CLIENT_FOREIGN_MAX. what: enum wire_foreign_what */
+/* Blocks of other nodes, as frames name them; at most CLIENT_FOREIGN_MAX. `what` is an enum wire_foreign_what. */
 struct wire_foreign_block foreign_block(const struct kvfs_record *record);
 void foreign_notify(struct connection *connection, uint32_t what, const struct wire_foreign_block *blocks, uint32_t count);
 

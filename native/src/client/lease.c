@@ -7,7 +7,7 @@
 /* A block that was replaced after its look-up is looked up again, so often. */
 #define LEASE_TRIES 3
 
-/* What is asked for in one frame: blocks of this node, or of others. */
+/* One frame's request: blocks of this node, or of others. */
 struct lease_part {
     uint32_t count;
     uint32_t asked[KVFS_WIRE_ITEMS_MAX]; /* keys, by number */

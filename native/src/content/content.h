@@ -61,7 +61,7 @@ struct node {
     uint64_t promised_until_ns;
     bool rewriting;
     struct kvfs_record *foreign;    /* a block of another node: where it was found. Set when the node is made */
-    struct foreign_content content; /* what a kernel may have of it */
+    struct foreign_content content; /* as a kernel may have it */
     pthread_mutex_t lock;           /* desc, file, *foreign, content */
     struct desc *desc;
     struct file *file;
@@ -354,8 +354,8 @@ int record_find(struct kvfs_plane *plane, uint64_t inode, struct kvfs_record *ou
 bool foreign_moved(struct kvfs_plane *plane, struct node *node, const struct kvfs_record *failed, const struct desc *desc);
 /* The node's record: as the table has it, or where a foreign block was found last. */
 int node_record(struct kvfs_plane *plane, struct node *node, struct kvfs_record *out);
-/* A node has one content, as have its handles and the kernel's pages of it: a foreign block that its owner moved has the inode number and version that
- * its header had before. */
+/* A node has one content, as have its handles and the kernel's pages of it. A foreign block that its owner moved is known by its header: the inode
+ * number and version are those that it had before. */
 bool foreign_is_same(struct node *node, const struct desc *desc);
 /* The same of a foreign block of which all is proven: from now on it is the node's content. */
 bool foreign_proven(struct kvfs_plane *plane, struct node *node, const struct desc *desc);

@@ -31,7 +31,7 @@ void foreign_known_free(struct foreign_known *known);
 int foreign_known_add(struct foreign_known *known, const struct kvfs_record *record, const char *name, uint32_t name_size);
 /* name: KVFS_NAME_MAX + 1 bytes, or NULL. Returns whether it is known. */
 bool foreign_known_get(struct foreign_known *known, uint64_t inode, struct kvfs_record *out, char *name);
-/* What was read under this node id, in any handle: a kernel may still have pages of it. {0}: nothing, or nobody remembers. */
+/* The content that was read under this node id, in any handle: a kernel may still have pages of it. {0}: nothing, or nobody remembers. */
 struct foreign_content foreign_known_content(struct foreign_known *known, uint64_t inode);
 void foreign_known_read(struct foreign_known *known, uint64_t inode, const struct foreign_content *content);
 
