@@ -542,6 +542,10 @@ def test_all_nodes_restart_while_no_engine_is_there(pair: Pod) -> None:
     stored(b, "r2", block(2))
     found(b.mount / "r1", block(1))
     found(a.mount / "r2", block(2))
+    # Others hear of a rename before it is on flash, and a kill may take it back.
+    directory = os.open(b.mount, os.O_RDONLY)
+    os.fsync(directory)
+    os.close(directory)
     for engine in pair.engines:
         engine.stop()
     try:
