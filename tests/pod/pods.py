@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
+
+from still_clock import Time
 
 from kvfs.pool import owner
 from kvfs.pool.config import CONFIG_NAME
@@ -14,19 +15,6 @@ from kvfs.pool.node import Node
 from kvfs.pool.pod import PodConfig
 
 ENGINE = "redis://engine.example:6379"
-
-
-class Time:
-    """A clock that stands still but for sleeps."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-        self.on_sleep: Callable[[], None] = lambda: None
-        self.clock = owner.Clock(lambda: self.now, self._sleep)
-
-    def _sleep(self, seconds: float) -> None:
-        self.now += seconds
-        self.on_sleep()
 
 
 def device_files(path: Path, count: int = 2, size: int = 32 << 20) -> list[Path]:

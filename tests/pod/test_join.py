@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from pods import Time, join_node, make_pod
+from pods import join_node, make_pod
+from still_clock import Time
 
 from kvfs.errors import DeviceError, InUseError, PoolError, UsageError
 from kvfs.pool import joining, owner

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 import trio
-from pods import Time, join_node, make_pod
+from pods import join_node, make_pod
+from still_clock import Time
 from store_pools import OPTIONS, names, rebuilt, write
 
 from kvfs.errors import DeviceError, FormatError, InUseError, PoolError, UsageError, first_error

@@ -276,6 +276,16 @@ def both(one: Callable[[int], object], two: Callable[[int], object], count: int)
             raise failure
 
 
+def one_of_two_on_all(pod: Pod, here: str, count: int) -> None:
+    """Each of the names has one of the two contents that were stored at once, and the same on all nodes."""
+
+    def possible(name: str, data: bytes | None) -> bool:
+        i = int(name.rpartition("/")[2])
+        return data in (block(2 * i, 8192), block(2 * i + 1, 8192))
+
+    same_on_all(pod.nodes, [f"{here}/{i}" for i in range(count)], possible)
+
+
 def test_two_nodes_that_store_one_key_at_once(pod: Pod, here: str) -> None:
     a, b = pod.nodes
     count = often(100, 1000)
@@ -284,13 +294,7 @@ def test_two_nodes_that_store_one_key_at_once(pod: Pod, here: str) -> None:
         lambda i: stored(b, f"{here}/{i}", block(2 * i + 1, 8192)),
         count,
     )
-    names = [f"{here}/{i}" for i in range(count)]
-
-    def possible(name: str, data: bytes | None) -> bool:
-        i = int(name.rpartition("/")[2])
-        return data in (block(2 * i, 8192), block(2 * i + 1, 8192))
-
-    same_on_all(pod.nodes, names, possible)
+    one_of_two_on_all(pod, here, count)
 
 
 def test_two_nodes_that_write_one_key_in_place_at_once(pod: Pod, here: str) -> None:
@@ -301,13 +305,7 @@ def test_two_nodes_that_write_one_key_in_place_at_once(pod: Pod, here: str) -> N
         lambda i: (b.mount / here / str(i)).write_bytes(block(2 * i + 1, 8192)),
         count,
     )
-    names = [f"{here}/{i}" for i in range(count)]
-
-    def possible(name: str, data: bytes | None) -> bool:
-        i = int(name.rpartition("/")[2])
-        return data in (block(2 * i, 8192), block(2 * i + 1, 8192))
-
-    same_on_all(pod.nodes, names, possible)
+    one_of_two_on_all(pod, here, count)
 
 
 def test_an_unlink_on_one_node_and_a_store_on_the_other_at_once(pod: Pod, here: str) -> None:

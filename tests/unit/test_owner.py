@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import xxhash
+from still_clock import Time
 from store_pools import make_pool
 
 from kvfs.errors import InUseError
@@ -28,19 +29,6 @@ from kvfs.pool.opening import OpenPool, open_device, open_pool
 from kvfs.types import PAGE_SIZE
 
 SECRET, POOL, DEVICE = 0x1234_5678_9ABC_DEF0, uuid.UUID(int=7), uuid.UUID(int=8)
-
-
-class Time:
-    """A clock that a test sets."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-        self.on_sleep: Callable[[], None] = lambda: None
-        self.clock = owner.Clock(lambda: self.now, self._sleep)
-
-    def _sleep(self, seconds: float) -> None:
-        self.now += seconds
-        self.on_sleep()
 
 
 HERE = owner.this_process(7, pool="/srv/here", use="mounted at /mnt/here")
