@@ -39,12 +39,16 @@ SILENT = Feed(until_s=-math.inf)
 
 
 class Place(NamedTuple):
-    """A block's version, counter | node, and where it lies. Of two the greater one is valid: a later version, or a
-    later place of the same."""
+    """A block's version, counter | node, and where it lies. Of two versions the greater one is valid. Of two places of
+    one version the later news: a block may be carried over into a segment that was opened before its own."""
 
     counter: int
     node: int
     segment: int
+
+    @property
+    def version(self) -> tuple[int, int]:
+        return self.counter, self.node
 
 
 class _Kind(Enum):
@@ -153,10 +157,10 @@ class Pod:
                 del self.known[block]
         else:
             self._heard = max(self._heard, place.counter)
-            if known is None or known < place:
+            if known is None or known.version <= place.version:
                 self.known[block] = place
             copies = self.copies.get(block, {})
-            for node in [node for node, own in copies.items() if node != place.node and own < place]:
+            for node in [node for node, own in copies.items() if own.version < place.version and node != place.node]:
                 self.pools[node].drop(block)
                 self.dropped += 1
 

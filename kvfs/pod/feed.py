@@ -95,7 +95,7 @@ class FeedStatistics:
 
 
 class Feed:
-    """The publisher of one start of a node. first: the number of its first record."""
+    """The publisher of one start of a node. Its first record has the number 0."""
 
     def __init__(
         self,
@@ -107,18 +107,17 @@ class Feed:
         *,
         links: int,
         limits: Limits,
-        first: int = 0,
     ) -> None:
         assert links > 0 and start > 0 and epoch >= 0
-        self.slot, self.start, self.epoch, self.next = slot, start, epoch, first
+        self.slot, self.start, self.epoch, self.next = slot, start, epoch, 0
         self._names, self._secret, self._limits = names, secret, limits
         self._links = [_Link() for _ in range(links)]
         self._kept: deque[_Kept] = deque()
         self._first = 0  # the index of _kept[0] in all batches of this start
         # Numbers get old on their way to flash whether or not their batches are still in memory.
-        self._floor = first
+        self._floor = 0
         self._marks: deque[_Mark] = deque()
-        self._whole_from = first  # before it the source skipped numbers
+        self._whole_from = 0  # before it the source skipped numbers
         self._size = self._message_number = self._beat = 0
         self._collected = self._collected_size = self._appended = self._appended_size = 0
         self._dropped = self._skipped = self._repeated = self._too_old = 0

@@ -116,6 +116,7 @@ class _Owner:
     too_soon: bool = False  # the load: flash may lack what cannot be repeated
     load_at: float | None = None
     load_wait_s: float = 0.0
+    loaded_at: float = 0.0
     gap_at: float | None = None
     gap_next: int = -1
     ask: Ask | None = None
@@ -261,7 +262,7 @@ class Follower:
             owner.again = False
             self._load(owner, now)
             return
-        owner.loaded = True
+        owner.loaded, owner.loaded_at = True, now
         if not whole:
             self._load_later(owner, now)
         elif owner.too_soon:
@@ -270,6 +271,8 @@ class Follower:
 
     def _load_later(self, owner: _Owner, now: float, *, not_before: float = 0.0) -> None:
         if owner.load_at is None:
+            if now >= owner.loaded_at + 2 * owner.load_wait_s:
+                owner.load_wait_s = self._limits.load_again_s
             owner.load_at = max(now + owner.load_wait_s, not_before)
             owner.load_wait_s = min(2 * owner.load_wait_s, self._limits.load_again_max_s)
 

@@ -31,12 +31,14 @@ static inline struct kvfs_record record_of(uint64_t inode, uint64_t parent, uint
     };
 }
 
-/* Whether a lookup returned record_of() for its inode, parent and version, with these flags besides. */
+/* Whether a lookup returned record_of() for its inode, parent and version, with these flags besides. The key is its name's, for the caller. */
 static inline int record_is_whole(const struct kvfs_record *got, uint8_t flags) {
     struct kvfs_record expected = record_of(got->inode, got->parent, got->version);
 
     expected.flags |= flags;
     expected.slot = got->slot;
+    expected.key_low = got->key_low;
+    expected.key_high = got->key_high;
     return memcmp(&expected, got, sizeof(expected)) == 0;
 }
 

@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include "check.h"
+#include "kvfs_checksum.h"
 #include "kvfs_table.h"
 #include "table_records.h"
 
@@ -68,6 +69,7 @@ static uint64_t name_parent(uint64_t name) { return 1000 + name % 3; }
 
 static void model_check_name(struct model *model, uint64_t name) {
     char text[32];
+    uint64_t low, high;
     struct kvfs_record got;
     int rc = kvfs_table_find_name(model->reader, name_parent(name), text, name_text(name, text), &got);
     int64_t expected = model->names[name];
@@ -79,6 +81,8 @@ static void model_check_name(struct model *model, uint64_t name) {
     MODEL_CHECK(model, rc == 0);
     MODEL_CHECK(model, got.inode == (uint64_t)expected + 1 && got.version == model->inodes[expected].version);
     MODEL_CHECK(model, got.parent == name_parent(name));
+    kvfs_name_key(name_parent(name), text, name_text(name, text), SECRET, &low, &high);
+    MODEL_CHECK(model, got.key_low == low && got.key_high == high);
     MODEL_CHECK(model, record_is_whole(&got, 0));
     MODEL_CHECK(model, got.slot <= model->max);
 }

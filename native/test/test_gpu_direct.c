@@ -85,9 +85,9 @@ static void open_refused(const char *text) {
 
 static void test_the_kernel_is_the_cpus_checksum(void) {
     enum { PAGES = 70 };
-    uint64_t seed = 1, *data = malloc(PAGES * PAGE);
-    gpu_u64 *lanes = malloc(PAGES * 64);
-    uint64_t sums[PAGES], expected[PAGES];
+    uint64_t seed = 1, expected[PAGES];
+    /* Of the kernel's own type: to the compiler uint64_t is another, which a gpu_u64 * cannot lead to. */
+    gpu_u64 *data = malloc(PAGES * PAGE), *lanes = malloc(PAGES * 64), sums[PAGES];
     for (uint32_t round = 0; round < 40; round++) {
         uint32_t pages = round < 8 ? round : 1 + (uint32_t)random_below(&seed, PAGES);
         uint64_t secret = round % 8 == 1 ? 0 : round % 8 == 2 ? UINT64_MAX : random_next(&seed);
@@ -102,9 +102,9 @@ static void test_the_kernel_is_the_cpus_checksum(void) {
         memset(sums, 0x77, sizeof(sums));
         /* More threads than work, as a grid has. */
         for (thread_index = 0; thread_index < pages * 8 + 100; thread_index++)
-            kvfs_leaf_lanes((const gpu_u64 *)data, pages, keys, lanes);
+            kvfs_leaf_lanes(data, pages, keys, lanes);
         for (thread_index = 0; thread_index < pages + 100; thread_index++)
-            kvfs_leaf_sums(lanes, pages, keys, round * 0x123456789abcdefull, (gpu_u64 *)(void *)sums);
+            kvfs_leaf_sums(lanes, pages, keys, round * 0x123456789abcdefull, sums);
         kvfs_leaf_checksums(data, pages * PAGE, secret, expected);
         for (uint32_t i = 0; i < PAGES; i++)
             CHECK_SAY(sums[i] == (i < pages ? expected[i] ^ (round * 0x123456789abcdefull) : 0x7777777777777777ull), "round %u, page %u of %u", round,

@@ -171,6 +171,23 @@ static void test_gone_and_ended_take_away(void) {
     kvfs_pod_destroy(pod);
 }
 
+/* A block is carried over into a segment that was opened before its own, which then goes. */
+static void test_of_one_version_the_last_place_counts(void) {
+    struct kvfs_pod_found found;
+
+    create(1000);
+    begin();
+    uint16_t own = segment(5, 100, 0), copies = segment(6, 70, 0), file = shape(8192, 1, 0100644);
+    record(KVFS_POD_HERE, 1, 1000, own, 9, file);
+    record(KVFS_POD_HERE, 1, 1000, copies, 17, file);
+    CHECK(apply(finish(), NULL) == 0 && applied.applied == 2);
+    CHECK(find(1, &found) == 0 && found.segment == 6 && found.page == 17 && found.generation == 70);
+    begin();
+    segment(5, 100, 1);
+    CHECK(apply(finish(), NULL) == 0 && find(1, &found) == 0 && found.segment == 6);
+    kvfs_pod_destroy(pod);
+}
+
 static void put_own(struct kvfs_table *table, uint64_t key, uint64_t inode, uint64_t version, uint8_t kind, uint8_t flags) {
     struct kvfs_record own = {.inode = inode, .parent = 7, .version = version, .nlink = 1, .kind = kind, .flags = flags, .mode = 0100644};
     char name[32];
@@ -615,6 +632,7 @@ static void test_of_two_that_store_one_key_at_once_one_learns_that_it_lost(void)
 int main(void) {
     RUN(test_records_are_applied_or_skipped_for_a_reason);
     RUN(test_gone_and_ended_take_away);
+    RUN(test_of_one_version_the_last_place_counts);
     RUN(test_the_own_block_meets_the_record_by_version);
     RUN(test_news_arrive_as_they_were_told);
     RUN(test_an_owner_repeats_all_that_its_table_has);

@@ -41,6 +41,7 @@ from kvfs.errors import (
     PutError,
     VersionError,
 )
+from kvfs.frontend.clients import VERSIONS
 
 NOBODY = 65534
 
@@ -142,10 +143,14 @@ def frame(kind, payload, status=0):
 @pytest.mark.parametrize(
     ("answer", "kind", "words"),
     [
-        (frame(1, struct.pack("<II", 99, 1) + bytes(64)), VersionError, "the daemon speaks version 99, this library 3"),
+        (
+            frame(1, struct.pack("<II", 99, 1) + bytes(64)),
+            VersionError,
+            f"the daemon speaks version 99, this library {VERSIONS[-1]}",
+        ),
         (frame(1, b"version 1 of the protocol, you speak 9", -errno.EPROTO), VersionError, "version 1 of the protocol"),
         (frame(1, b"user 7 is not welcome", -errno.EACCES), ClientError, "user 7 is not welcome"),
-        (frame(1, bytes(20)), VersionError, "welcome has 20 bytes"),
+        (frame(1, struct.pack("<II", VERSIONS[-1], 1) + bytes(12)), VersionError, "welcome has 20 bytes"),
         (b'{"ok": false, "error": "no command"}\n', VersionError, r"no frame|sense|protocol|version|frame"),
         (b"", NotMountedError, "hung up"),
         (frame(1, bytes(100))[:40], NotMountedError, "broke off"),

@@ -195,9 +195,7 @@ static int connection_welcome(struct kvfs_client *client, struct connection *con
         *refused = (r = refusal(client, connection->socket, &frame, deadline)) == -EPROTO;
     else
         r = frame_check(client, &frame, WIRE_HELLO, WELCOME_MAX);
-    if (r == 0 && frame.size < sizeof(welcome))
-        r = client_fail(-EPROTO, "%s: the daemon's welcome has %u bytes", client->pool, frame.size);
-    if (r == 0 && !(rest = malloc(frame.size)))
+    if (r == 0 && !(rest = calloc(1, frame.size > sizeof(welcome) ? frame.size : sizeof(welcome))))
         r = client_fail(-ENOMEM, "%s: no memory for a welcome of %u bytes", client->pool, frame.size);
     if (r == 0) {
         r = wire_receive_all(connection->socket, rest, frame.size, deadline, NULL, NULL);
@@ -209,6 +207,8 @@ static int connection_welcome(struct kvfs_client *client, struct connection *con
         connection->version = version;
         if (welcome.version != version)
             r = client_fail(-EPROTO, "%s: the daemon speaks version %u, this library %u", client->pool, welcome.version, version);
+        else if (frame.size < sizeof(welcome))
+            r = client_fail(-EPROTO, "%s: the daemon's welcome has %u bytes", client->pool, frame.size);
     }
     if (r == 0)
         r = connection_fill(client, connection, &welcome, rest + sizeof(welcome), frame.size - sizeof(welcome));

@@ -109,7 +109,7 @@ static int apply_here(struct apply *apply, const struct kvfs_pod_batch_record *r
         r = shape;
     }
     if (!r)
-        r = pod_put(pod, &entry, place, (uint32_t)shape);
+        r = pod_put(pod, &entry, place, (uint32_t)shape, POD_NEWS);
     else
         pod_supersede(pod, place, record->version);
     /* Which of the two is stale, for the counts. */

@@ -198,7 +198,8 @@ static void confirm(struct kvfs_pod *pod, struct pod_slot slot, uint64_t version
     *pod_version(pod, slot) = version | (uint64_t)pod->writer->repeat_parity[owner] << POD_PARITY_SHIFT;
 }
 
-/* Which of two places of one version counts: a block that was copied lies in a younger segment, or further behind in the same one. */
+/* Which of two places of one version, found on flash, counts: mostly a block that was copied lies in a younger segment, or further
+ * behind in the same one. Not always: the segment of copies may have been opened first. Then the owner's news tell. */
 static bool is_newer_place(const struct kvfs_pod *pod, const struct kvfs_pod_entry *entry, const struct pod_value *value) {
     uint64_t segment = value->place / pod->constants.segment_pages;
     uint64_t generation = get(&pod->segments[segment].generation) & ~POD_ENDED;
@@ -208,9 +209,9 @@ static bool is_newer_place(const struct kvfs_pod *pod, const struct kvfs_pod_ent
     return segment == entry->segment ? entry->page > value->place % pod->constants.segment_pages : entry->segment > segment;
 }
 
-/* 0: apply; 1: known already; -ESTALE. */
+/* 0: apply; 1: known already; -ESTALE. An owner's news come in order: of one version the last place is the block's. */
 static int compare(const struct kvfs_pod *pod, struct pod_slot slot, const struct kvfs_pod_entry *entry, enum pod_state state,
-                   const struct pod_value *value) {
+                   const struct pod_value *value, enum pod_source source) {
     uint64_t version = version_of(pod, slot);
 
     if (entry->version != version || state == POD_GONE)
@@ -223,10 +224,10 @@ static int compare(const struct kvfs_pod *pod, struct pod_slot slot, const struc
         return 0;
     if (value->place == (uint64_t)entry->segment * pod->constants.segment_pages + entry->page)
         return 1;
-    return is_newer_place(pod, entry, value) ? 0 : -ESTALE;
+    return source == POD_NEWS || is_newer_place(pod, entry, value) ? 0 : -ESTALE;
 }
 
-int pod_put(struct kvfs_pod *pod, const struct kvfs_pod_entry *entry, const struct pod_place *place, uint32_t shape) {
+int pod_put(struct kvfs_pod *pod, const struct kvfs_pod_entry *entry, const struct pod_place *place, uint32_t shape, enum pod_source source) {
     struct pod_writer *writer = pod->writer;
     struct pod_slot slot = find_slot(pod, place);
     struct pod_value old, value = {.place = entry->slot, .shape = shape, .keyed = entry->keyed};
@@ -240,7 +241,7 @@ int pod_put(struct kvfs_pod *pod, const struct kvfs_pod_entry *entry, const stru
     word = pod_pack(value) ^ place->mask;
     if (replaces) {
         enum pod_state state = pod_state(pod, slot, &old);
-        int r = compare(pod, slot, entry, state, &old);
+        int r = compare(pod, slot, entry, state, &old, source);
 
         if (r < 0)
             return r;
@@ -354,7 +355,7 @@ int kvfs_pod_put(struct kvfs_pod *pod, const struct kvfs_pod_entry *entry) {
             pod->writer->count.shapes_full++;
             r = shape;
         } else {
-            r = pod_put(pod, entry, &place, (uint32_t)shape);
+            r = pod_put(pod, entry, &place, (uint32_t)shape, POD_FLASH);
             pod_shape_give(pod, (uint32_t)shape);
         }
     }

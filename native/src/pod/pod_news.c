@@ -522,7 +522,6 @@ int kvfs_news_create(const struct kvfs_news_config *config, struct kvfs_news **o
         kvfs_news_destroy(news);
         return r;
     }
-    news->number = 1;
     atomic_store(&news->wake_at, UINT64_MAX);
     *out = news;
     return 0;
