@@ -271,7 +271,7 @@ class Follower:
 
     def _load_later(self, owner: _Owner, now: float, *, not_before: float = 0.0) -> None:
         if owner.load_at is None:
-            if now >= owner.loaded_at + 2 * owner.load_wait_s:
+            if now >= owner.loaded_at + owner.load_wait_s:
                 owner.load_wait_s = self._limits.load_again_s
             owner.load_at = max(now + owner.load_wait_s, not_before)
             owner.load_wait_s = min(2 * owner.load_wait_s, self._limits.load_again_max_s)

@@ -216,6 +216,22 @@ def test_flash_is_read_again_after_a_loss_that_was_not_on_flash_yet(case: Case) 
     assert case.sink.reloads == 3
 
 
+def test_losses_far_apart_do_not_make_the_next_load_wait_longer(case: Case) -> None:
+    lost = 0
+    for _ in range(12):
+        case.batch(lost)
+        case.state(lost + 10, oldest=lost + 8, floor=lost + 9)
+        case.due()
+        reloads = case.sink.reloads
+        case.due(LIMITS.load_again_s)
+        assert case.sink.reloads == reloads + 1
+        case.loaded()
+        case.batch(lost + 8, 2)
+        lost += 10
+        assert case.follower.next_of(1, START) == lost
+        case.due(2 * LIMITS.load_again_s)
+
+
 def test_a_load_that_a_new_start_made_needless_says_nothing_of_the_next() -> None:
     case = Case()
     case.state(6, oldest=5, floor=2)
