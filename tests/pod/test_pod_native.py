@@ -102,7 +102,7 @@ def file_of(node: Node, space: str, key: bytes) -> pathlib.Path:
 
 
 def test_news_are_followed_from_the_first_on(pod: Pod, a: Client, b: Client) -> None:
-    """None of them is thought lost, so that no flash is read a second time and fresh() need not wait for that."""
+    """No news are thought lost, so flash is not read a second time, and fresh() need not wait for that."""
     for writer, reader in ((a, b), (b, a)):
         come(reader, store(writer, 1))
     for node, other in zip(pod.nodes, reversed(pod.nodes), strict=True):

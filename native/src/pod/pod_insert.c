@@ -198,8 +198,8 @@ static void confirm(struct kvfs_pod *pod, struct pod_slot slot, uint64_t version
     *pod_version(pod, slot) = version | (uint64_t)pod->writer->repeat_parity[owner] << POD_PARITY_SHIFT;
 }
 
-/* Which of two places of one version, found on flash, counts: mostly a block that was copied lies in a younger segment, or further
- * behind in the same one. Not always: the segment of copies may have been opened first. Then the owner's news tell. */
+/* Of two places of one version, found on flash. A block that was copied mostly lies in a younger segment, or further behind in its own. Not
+ * always: the segment of copies may have been opened first. Then the owner's news tell. */
 static bool is_newer_place(const struct kvfs_pod *pod, const struct kvfs_pod_entry *entry, const struct pod_value *value) {
     uint64_t segment = value->place / pod->constants.segment_pages;
     uint64_t generation = get(&pod->segments[segment].generation) & ~POD_ENDED;

@@ -263,7 +263,7 @@ void pod_shape_give(struct kvfs_pod *pod, uint32_t shape);
 bool pod_shape_sound(const struct kvfs_pod *pod, const struct kvfs_pod_batch_shape *shape);
 int pod_life(struct kvfs_pod *pod, uint32_t segment, uint64_t generation, bool ended);
 uint64_t pod_sweep(struct kvfs_pod *pod, uint64_t buckets);
-/* Who tells of an entry: its owner, in order, or its flash, in no order. */
+/* Entries are told of by their owner, in order, or found on its flash, in no order. */
 enum pod_source { POD_NEWS, POD_FLASH };
 /* shape: of pod_shape_take(), which the caller gives back. It must fit the entry. */
 int pod_put(struct kvfs_pod *pod, const struct kvfs_pod_entry *entry, const struct pod_place *place, uint32_t shape, enum pod_source source);
