@@ -231,6 +231,10 @@ class PodMap:
         """A segment of another node has this life, or it has ended. False: later news are known, or the sweep lags."""
         return cast(int, lib.kvfs_pod_life(self._pod, segment, generation, int(ended))) == 0
 
+    def avoid_none(self) -> None:
+        """A device is back: segments that were avoided as their device failed are read again."""
+        lib.kvfs_pod_avoid_none(self._pod)
+
     def sweep(self, buckets: int) -> int:
         return cast(int, lib.kvfs_pod_sweep(self._pod, buckets))
 

@@ -139,6 +139,9 @@ class Pool:
     the daemon's log is added to it.
     """
 
+    # The words that run a command in the daemon's network namespace.
+    inside: tuple[str, ...] = ()
+
     def __init__(
         self,
         *,
@@ -191,7 +194,10 @@ class Pool:
         self, *words: str, timeout_s: float = COMMAND_TIMEOUT_S, check: bool = True
     ) -> subprocess.CompletedProcess[str]:
         """Run `kvfs WORDS` in the project's tree."""
-        return run(sys.executable, "-m", "kvfs", *words, timeout_s=timeout_s, check=check, environment=self.environment)
+        return run(
+            *self.inside, sys.executable, "-m", "kvfs", *words,
+            timeout_s=timeout_s, check=check, environment=self.environment,
+        )  # fmt: skip
 
     def format(self) -> None:
         where: list[str] = []
@@ -205,7 +211,10 @@ class Pool:
         """Mount; returns once the mount answers."""
         with rings_offered() if self.rings else contextlib.nullcontext():
             words = ("mount", str(self.path), str(self.mount), *self.mount_args, *extra)
-            run(sys.executable, *self.program, *words, timeout_s=timeout_s, environment=self.environment)
+            run(
+                *self.inside, sys.executable, *self.program, *words,
+                timeout_s=timeout_s, environment=self.environment,
+            )  # fmt: skip
         if mount_device(self.mount) is None:
             raise CommandError(f"kvfs mount returned 0, but nothing is mounted at {self.mount}")
 

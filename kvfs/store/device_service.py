@@ -442,6 +442,8 @@ class DeviceService:
                         self._set(device, DeviceState.ONLINE, "")
                         self._apply_states()
                         self._index.hide_shown()
+                        if self._plane.pod is not None:
+                            self._plane.pod.avoid_none()
             except BaseException as error:
                 if self.all[device].state == DeviceState.RETURNING:
                     self._plane.device_stop(device)

@@ -117,6 +117,8 @@ int kvfs_pod_find_name(const struct kvfs_pod *pod, uint64_t parent, const char *
 /* Until then (CLOCK_MONOTONIC, ns) entries of this segment are not found: its device fails for a reason that stays. 0 ends it. Any thread. In a
  * process that attached, for itself alone and for at most 64 segments at once. */
 void kvfs_pod_avoid(struct kvfs_pod *pod, uint32_t segment, uint64_t until_ns);
+/* A device is back: no segment is avoided any more. By the writer. */
+void kvfs_pod_avoid_none(struct kvfs_pod *pod);
 /* The slot of the node that owns the segment. */
 uint32_t kvfs_pod_owner(const struct kvfs_pod *pod, uint32_t segment);
 

@@ -239,6 +239,10 @@ static void test_an_avoided_segment_has_no_entries_for_a_while(void) {
           find(other, 2, &found) == 0);
     kvfs_pod_avoid(pod, 5, now_ns() - 1);
     CHECK(find(other, 1, &found) == 0);
+    kvfs_pod_avoid(pod, 5, now_ns() + 3600000000000);
+    CHECK(find(other, 1, &found) == -ENOENT);
+    kvfs_pod_avoid_none(pod);
+    CHECK(find(other, 1, &found) == 0 && find(pod, 1, &found) == 0);
     kvfs_pod_avoid(pod, 256, 1);
     kvfs_pod_detach(attached);
     kvfs_pod_detach(other);

@@ -35,7 +35,11 @@ class Enclosure:
         *options: str,
         port: int = 0,
         sanitizer: str = "",
+        host: str = "127.0.0.1",
+        inside: Sequence[str] = (),
     ) -> None:
+        """inside: the words that run it in another network namespace."""
+        self.host, self.inside = host, tuple(inside)
         self.subsystems, self.options, self.port, self.sanitizer = subsystems, options, port, sanitizer
         self.directory = tempfile.TemporaryDirectory(prefix="kvfs-enclosure-")
         self.log = open(pathlib.Path(self.directory.name) / "log", "w+b")  # noqa: SIM115
@@ -43,9 +47,10 @@ class Enclosure:
 
     def __enter__(self) -> Self:
         words = [
+            *self.inside,
             f"{REPOSITORY}/tools/nvme_tcp_target",
             "--listen",
-            f"127.0.0.1:{self.port}",
+            f"{self.host}:{self.port}",
             "--control",
             self.control_path,
             *self.options,

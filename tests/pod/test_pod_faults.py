@@ -19,14 +19,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from helpers import in_child, often, requires_fuse, requires_root, wait_until
-from podmounts import Node, Pod, block, found, missing, settle, timed
+from podmounts import CALLS_S, Node, Pod, all_calls, block, found, missing, settle, stored, timed
 
 import kvfs
 from kvfs.errors import KvfsError
 from kvfs.pod.messages import Message, seal
 
-# The longest that calls of a node may take while its engine is away; generous to a busy machine.
-CALLS_S = 10.0
 ENGINE_BACK_S = 30.0
 
 
@@ -54,39 +52,12 @@ def here(pod: Pod, request: pytest.FixtureRequest) -> str:
     return name
 
 
-def all_calls(node: Node, name: str) -> None:
-    """Whatever a client may ask of a node by files, in a bounded time."""
-    with timed(CALLS_S, f"calls of node {node.number}"):
-        top = node.mount / f"{name}-calls-{time.monotonic_ns()}"
-        top.mkdir()
-        (top / "a.tmp.1").write_bytes(block(1))
-        os.rename(top / "a.tmp.1", top / "a")
-        assert (top / "a").read_bytes() == block(1)
-        assert os.listdir(top) == ["a"]
-        assert not (top / "b").exists()
-        os.statvfs(top)
-        with (top / "a").open("r+b") as opened:
-            opened.write(b"new")
-            os.fsync(opened.fileno())
-        (top / "a").unlink()
-        top.rmdir()
-
-
 def fresh_fails(node: Node, *names: str) -> None:
     """fresh() ends soon, and says by one of these names what is away."""
     with kvfs.connect(node.path, timeout_s=20.0) as client, timed(CALLS_S, "fresh()"):
         with pytest.raises(KvfsError) as error:
             client.fresh()
         assert any(name in str(error.value) for name in names), str(error.value)
-
-
-def stored(node: Node, name: str, data: bytes) -> pathlib.Path:
-    """As engines store: written aside, then renamed."""
-    path = node.mount / name
-    aside = path.with_name(path.name + f".tmp.{node.number}")
-    aside.write_bytes(data)
-    os.rename(aside, path)
-    return path
 
 
 def content(path: pathlib.Path) -> bytes | None:

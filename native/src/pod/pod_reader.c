@@ -189,3 +189,10 @@ void kvfs_pod_avoid(struct kvfs_pod *pod, uint32_t segment, uint64_t until_ns) {
     else
         set(&pod->avoided[segment % POD_AVOIDED], until_ns ? segment | (until_ns / 1000000 + 1) << 24 : 0);
 }
+
+void kvfs_pod_avoid_none(struct kvfs_pod *pod) {
+    assert(pod->writer);
+    for (uint64_t segment = 0; segment < pod->constants.segment_count; segment++)
+        if (get(&pod->segments[segment].avoided_until_ns))
+            set(&pod->segments[segment].avoided_until_ns, 0);
+}
