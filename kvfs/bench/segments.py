@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvfs.store.eviction import TICKS_PER_POOL, Contents, CopyBudget, LeastLoss, Use
+from kvfs.store.eviction import TICKS_PER_POOL, Contents, CopyBudget, EvictionPolicy, LeastLoss, Use
 
 # Left free for copies when a segment is opened for writers: the pool's reserve, less the one that it opens ahead.
 _SPARE = 2
@@ -22,12 +22,17 @@ class Segments:
     """
 
     def __init__(
-        self, capacity: int, segments: int, placed: Callable[[int, int], None], removed: Callable[[int], None]
+        self,
+        capacity: int,
+        segments: int,
+        placed: Callable[[int, int], None],
+        removed: Callable[[int], None],
+        policy: EvictionPolicy | None = None,
     ) -> None:
         self.area = capacity // segments
         self.count = capacity // self.area  # as many as fit: with few blocks in each, more than were asked for
         self.free = self.count
-        self.policy = LeastLoss()
+        self.policy = policy or LeastLoss()
         self.uses: dict[int, Use] = {}
         self.stored = self.copied = 0
         self._placed, self._removed = placed, removed

@@ -25,9 +25,10 @@ from random import Random
 
 import trio
 
+from kvfs.bench.clairvoyant import clairvoyant, next_uses
 from kvfs.bench.pod import SILENT, Feed, Pod, spread
 from kvfs.bench.segments import SEGMENTS_MIN
-from kvfs.bench.traces import SHAPES, Prompts, Trace, invent, load
+from kvfs.bench.traces import SHAPES, Prompts, Trace, invent, load, mix
 from kvfs.errors import KvfsError, UsageError
 from kvfs.pool.geometry import LABEL_SIZE, STRIPE_UNIT_MIN, ZONES_OFFSET, Geometry
 from kvfs.pool.making import FormatRequest, format_devices
@@ -111,6 +112,24 @@ def lru(prompts: Prompts, capacity: int) -> tuple[int, int]:
     return _play(prompts, cache.__contains__, use)
 
 
+def lru_tail_first(prompts: Prompts, capacity: int) -> tuple[int, int]:
+    """LRU that takes a prompt's blocks as used from the last to the first: of a chain the tail goes first."""
+    cache: OrderedDict[int, None] = OrderedDict()
+    hits = stored = 0
+    for prompt in prompts:
+        found = 0
+        while found < len(prompt) and prompt[found] in cache:
+            found += 1
+        hits += found
+        for block in reversed(prompt):
+            stored += block not in cache
+            cache[block] = None
+            cache.move_to_end(block)
+        while len(cache) > capacity:
+            cache.popitem(last=False)
+    return hits, stored
+
+
 def s3fifo(prompts: Prompts, capacity: int) -> tuple[int, int]:
     """Yang et al., SOSP 2023: a tenth small, the rest main, as many ghosts as main has blocks."""
     small_max = max(1, capacity // 10)
@@ -159,14 +178,7 @@ def s3fifo(prompts: Prompts, capacity: int) -> tuple[int, int]:
 
 def belady(prompts: Prompts, capacity: int) -> tuple[int, int]:
     """Evicts the block whose next use is latest: the bound, with the whole trace known."""
-    following: list[int] = []
-    seen: dict[int, int] = {}
-    never = sum(map(len, prompts))
-    for prompt in reversed(prompts):
-        for block in reversed(prompt):
-            following.append(seen.get(block, never + block))
-            seen[block] = never - len(following)
-    following.reverse()
+    following = next_uses(prompts)
     cache: dict[int, int] = {}
     queue: list[tuple[int, int]] = []
 
@@ -181,7 +193,7 @@ def belady(prompts: Prompts, capacity: int) -> tuple[int, int]:
     return _play(prompts, cache.__contains__, use)
 
 
-REFERENCES = {"fifo": fifo, "lru": lru, "s3-fifo": s3fifo, "belady": belady}
+REFERENCES = {"fifo": fifo, "lru": lru, "lru-tail-first": lru_tail_first, "s3-fifo": s3fifo, "belady": belady}
 
 
 def reference(name: str, prompts: Prompts, capacity: int) -> Result:
@@ -214,12 +226,7 @@ def podded(trace: Trace, on: Sequence[int], capacity: int, segments: int, nodes:
 def _played(policy: str, capacity: int, segments: int, nodes: int, feed: Feed,
             requests: Iterable[tuple[int, list[int], float]]) -> Result:  # fmt: skip
     """requests: node, prompt, time."""
-    least = SEGMENTS_MIN if nodes == 1 else _NODE_SEGMENTS_MIN
-    if segments < least or capacity // nodes < segments:
-        whose = f" on each of {nodes} nodes" if nodes > 1 else ""
-        raise UsageError(
-            f"{capacity // nodes} blocks in {segments} segments{whose}: at least {least}, with a block in each"
-        )
+    _check_segments(capacity, segments, nodes)
     start = time.monotonic()
     pod = Pod(capacity, segments, nodes, feed, Random(0))
     looked_up = 0
@@ -231,6 +238,27 @@ def _played(policy: str, capacity: int, segments: int, nodes: int, feed: Feed,
     return Result(
         policy, capacity // nodes * nodes, pod.pools[0].count, looked_up, pod.hits, stored, written,
         time.monotonic() - start, nodes, pod.others, pod.stale, pod.dropped,
+    )  # fmt: skip
+
+
+def _check_segments(capacity: int, segments: int, nodes: int) -> None:
+    least = SEGMENTS_MIN if nodes == 1 else _NODE_SEGMENTS_MIN
+    if segments < least or capacity // nodes < segments:
+        whose = f" on each of {nodes} nodes" if nodes > 1 else ""
+        raise UsageError(
+            f"{capacity // nodes} blocks in {segments} segments{whose}: at least {least}, with a block in each"
+        )
+
+
+def foreseen(prompts: Prompts, capacity: int, segments: int) -> Result:
+    """The bound of segments: their choice knows the whole trace. Raises UsageError if segments are too few."""
+    _check_segments(capacity, segments, 1)
+    start = time.monotonic()
+    pool, hits = clairvoyant(prompts, capacity, segments)
+    looked_up = sum(map(len, prompts))
+    return Result(
+        "clairvoyant in segments", capacity, pool.count, looked_up, hits, pool.stored, pool.stored + pool.copied,
+        time.monotonic() - start,
     )  # fmt: skip
 
 
@@ -323,6 +351,9 @@ def run(trace: Trace, shares: Sequence[float], segments: Sequence[int], referenc
             results.append(reference(name, prompts, capacity))
             _say(results[-1])
         for count in segments:
+            if "belady" in references:
+                results.append(foreseen(prompts, capacity, count))
+                _say(results[-1])
             results.append(segmented(prompts, capacity, count))
             _say(results[-1])
             if pool is not None:
@@ -379,7 +410,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     if arguments.output == "json":
         rows = [{**asdict(r), "ratio": r.ratio, "write_ratio": r.write_ratio} for r in results]
-        source = {"trace": str(arguments.trace)} if arguments.trace else {"invent": arguments.invent}
+        source = (
+            {"traces": [str(path) for path in arguments.trace]} if arguments.trace else {"invent": arguments.invent}
+        )
         unique = unique_blocks(trace.prompts)
         print(json.dumps({"version": _JSON_VERSION, **source, "unique_blocks": unique, "results": rows}))
     else:
@@ -389,7 +422,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _trace(arguments: argparse.Namespace) -> Trace:
     if arguments.trace:
-        return load(arguments.trace, arguments.session_blocks)
+        return mix([load(path, arguments.session_blocks) for path in arguments.trace])
     return invent(arguments.invent, arguments.seed, arguments.requests, arguments.sessions)
 
 
@@ -403,9 +436,10 @@ def _feed(trace: Trace, arguments: argparse.Namespace) -> Feed:
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="simulate", description=__doc__, formatter_class=raw)
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("trace", nargs="?", type=Path, help="JSON lines with hash_ids, as Mooncake's traces; .gz too")
-    source.add_argument("--invent", choices=list(SHAPES), help="make a trace up")
+    parser.add_argument("trace", nargs="*", type=Path,
+                        help="JSON lines with hash_ids, as Mooncake's traces; .gz too. Several: all at once, each "
+                        "stretched to the time of the longest")  # fmt: skip
+    parser.add_argument("--invent", choices=list(SHAPES), help="make a trace up")
     parser.add_argument("--seed", type=int, default=1, help="of an invented trace, and of sessions' moves")
     parser.add_argument("--requests", type=_count, default=6000, help="of an invented trace (default: 6000)")
     parser.add_argument("--sessions", type=_count, default=150, help="of an invented trace at once (default: 150)")
@@ -433,7 +467,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     pod.add_argument("--engine-lost", type=_chance, metavar="SHARE",
                      help="no news from this share of the trace's time on (default: never)")  # fmt: skip
     parser.add_argument("-o", "--output", choices=("text", "json"), default="text")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if bool(arguments.trace) == bool(arguments.invent):
+        parser.error("either traces, or --invent")
+    return arguments
 
 
 def _list(kind: Callable[[str], object]) -> Callable[[str], list[object]]:

@@ -62,6 +62,25 @@ def load(path: Path, session_blocks: int = 0) -> Trace:
     return Trace(prompts, _spread(stamps), None if sessions[0] is None else _numbered(sessions))
 
 
+def mix(traces: Sequence[Trace]) -> Trace:
+    """Several traces at once, as if one pool served them all. Each lasts as long as the longest. Blocks and sessions
+    are each trace's own."""
+    if len(traces) == 1:
+        return traces[0]
+    longest_s = max(trace.times_s[-1] - trace.times_s[0] for trace in traces) or 1.0
+
+    def timed(index: int, trace: Trace) -> Iterator[tuple[float, int, int]]:
+        begin, lasts_s = trace.times_s[0], (trace.times_s[-1] - trace.times_s[0]) or 1.0
+        return ((longest_s * (time_s - begin) / lasts_s, index, i) for i, time_s in enumerate(trace.times_s))
+
+    order = list(heapq.merge(*(timed(index, trace) for index, trace in enumerate(traces))))
+    prompts = [[block * len(traces) + index for block in traces[index].prompts[i]] for _, index, i in order]
+    sessions: list[object] | None = None
+    if all(trace.sessions is not None for trace in traces):
+        sessions = [(index, (traces[index].sessions or ())[i]) for _, index, i in order]
+    return Trace(prompts, [time_s for time_s, _, _ in order], None if sessions is None else _numbered(sessions))
+
+
 def _ids(ids: list[int]) -> list[int]:
     if not all(type(i) is int and 0 <= i < _IDS_MAX for i in ids) or len(set(ids)) != len(ids):
         raise ValueError("hash_ids must be different whole numbers")

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from kvfs.bench.pod import SILENT, Feed, Pod, spread
 from kvfs.bench.simulate import (
     REFERENCES,
+    foreseen,
     lru,
     main,
     podded,
@@ -26,7 +27,7 @@ from kvfs.bench.simulate import (
     separate,
     unique_blocks,
 )
-from kvfs.bench.traces import SHAPES, Trace, invent, load
+from kvfs.bench.traces import SHAPES, Trace, invent, load, mix
 from kvfs.errors import UsageError
 from kvfs.store.eviction import CARRY_SHARE
 
@@ -43,6 +44,30 @@ def test_references_by_hand() -> None:
     assert hits("lru", [[1, 2], [3], [1, 2]], 2) == 0
     for name in REFERENCES:
         assert hits(name, trace * 3, 3) == 15, name
+
+
+def test_of_a_chain_the_tail_goes_first() -> None:
+    trace = [[1, 2, 3], [4], [1, 2, 3]]
+    # LRU drives the head out, and nothing behind it counts.
+    assert [hits(name, trace, 3) for name in ("lru", "lru-tail-first", "belady")] == [0, 2, 3]
+
+
+def test_traces_side_by_side_have_nothing_in_common() -> None:
+    one, two = Trace([[1], [1, 2]], [0.0, 10.0], [0, 0]), Trace([[1], [2], [1]], [5.0, 6.0, 7.0], [0, 1, 0])
+    both = mix([one, two])
+    assert both.prompts == [[2], [3], [5], [2, 4], [3]] and both.times_s == [0, 0, 5, 10, 10]
+    assert both.sessions == [0, 1, 2, 0, 1] and mix([one]) == one
+    assert mix([one, Trace([[7]], [3.0], None)]).sessions is None
+    assert unique_blocks(both.prompts) == 4
+
+
+@pytest.mark.parametrize("shape", ["agents", "rag"])
+def test_a_choice_of_segments_that_knows_the_trace_finds_more(shape: str) -> None:
+    prompts = invent(shape, 1, 1500).prompts
+    capacity = unique_blocks(prompts) // 10
+    pool, found = segmented(prompts, capacity, 60), foreseen(prompts, capacity, 60)
+    assert pool.hits < found.hits < reference("belady", prompts, capacity).hits
+    assert found.stored < found.written <= (1 + CARRY_SHARE) * found.stored
 
 
 def test_a_scan_does_not_take_what_is_used_from_s3_fifo() -> None:

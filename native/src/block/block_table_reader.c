@@ -2,13 +2,10 @@
 #define _GNU_SOURCE
 #include "block/block_table_layout.h"
 
-#include <errno.h>
-#include <fcntl.h>
 #include <sched.h>
 #include <stdlib.h>
-#include <string.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
+
+#include "base/sealed_memory.h"
 
 #define READ_ATTEMPTS 64
 #define SCAN_ATTEMPTS 10000
@@ -26,20 +23,12 @@ static inline void cpu_relax(void) {
 int kvfs_table_attach(int fd, uint64_t secret, struct kvfs_table **out) {
     struct kvfs_table *table;
     struct constants constants;
-    struct stat status;
     void *memory;
-    int seals = fcntl(fd, F_GET_SEALS);
+    int64_t size = sealed_size(fd);
+    int rc = size < 0 ? (int)size : sealed_peek(fd, &constants, sizeof(constants));
 
-    if (fstat(fd, &status) < 0)
-        return -errno;
-    /* An unsealed memfd could be truncated while we read it: SIGBUS. */
-    if (seals < 0 || !(seals & F_SEAL_SHRINK) || status.st_size < KVFS_PAGE_SIZE)
-        return -EBADMSG;
-    memory = mmap(NULL, KVFS_PAGE_SIZE, PROT_READ, MAP_SHARED, fd, 0);
-    if (memory == MAP_FAILED)
-        return -errno;
-    memcpy(&constants, memory, sizeof(constants));
-    munmap(memory, KVFS_PAGE_SIZE);
+    if (rc < 0)
+        return rc;
     if (constants.magic != TABLE_MAGIC || constants.version != TABLE_VERSION || constants.bucket_size != sizeof(struct bucket) ||
         constants.slot_size != sizeof(struct slot) || constants.checksum != constants_checksum(&constants, secret) || !constants.records_max ||
         constants.records_max > RECORDS_MAX)
@@ -50,14 +39,13 @@ int kvfs_table_attach(int fd, uint64_t secret, struct kvfs_table **out) {
     table->fd = -1;
     table->secret = secret;
     lay_out(table, constants.records_max);
-    if (constants.size != table->size || (uint64_t)status.st_size != table->size) {
+    if (constants.size != table->size || (uint64_t)size != table->size) {
         free(table);
         return -EBADMSG;
     }
     memory = mmap(NULL, table->size, PROT_READ, MAP_SHARED | MAP_NORESERVE, fd, 0);
     if (memory == MAP_FAILED) {
-        int rc = -errno;
-
+        rc = -errno;
         free(table);
         return rc;
     }

@@ -1,19 +1,15 @@
 /* The readers of the feed. Layout and protocol: feed.h. */
 #include "block/feed.h"
 
-#include <fcntl.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
+#include "base/sealed_memory.h"
 
 #define ATTEMPTS 64
 
 int feed_attach(int fd, uint64_t size, uint64_t position, uint64_t number, struct feed_reader *out) {
-    struct stat status;
-    int seals = fcntl(fd, F_GET_SEALS);
-    if (fstat(fd, &status) < 0)
-        return -errno;
-    /* An unsealed memfd could be truncated while we read it: SIGBUS. */
-    if (seals < 0 || !(seals & F_SEAL_SHRINK) || !feed_size_possible(size) || (uint64_t)status.st_size != PAGE + size || position % 8)
+    int64_t there = sealed_size(fd);
+    if (there < 0)
+        return (int)there;
+    if (!feed_size_possible(size) || (uint64_t)there != PAGE + size || position % 8)
         return -EBADMSG;
     void *memory = mmap(NULL, PAGE + size, PROT_READ, MAP_SHARED | MAP_NORESERVE, fd, 0);
     if (memory == MAP_FAILED)

@@ -1,9 +1,7 @@
 /* The readers of the pod map: attach and find. Layout and protocol: pod_layout.h. */
 #include "pod/pod_layout.h"
 
-#include <fcntl.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
+#include "base/sealed_memory.h"
 
 #define READ_ATTEMPTS 64
 
@@ -17,21 +15,13 @@ static inline void cpu_relax(void) {
 
 int kvfs_pod_attach(int fd, uint64_t secret, struct kvfs_pod **out) {
     struct pod_constants constants;
-    struct stat status;
     struct kvfs_pod *pod;
     void *memory;
-    int seals = fcntl(fd, F_GET_SEALS);
+    int64_t size = sealed_size(fd);
+    int rc = size < 0 ? (int)size : sealed_peek(fd, &constants, sizeof(constants));
 
-    if (fstat(fd, &status) < 0)
-        return -errno;
-    /* An unsealed memfd could be truncated while we read it: SIGBUS. */
-    if (seals < 0 || !(seals & F_SEAL_SHRINK) || status.st_size < KVFS_PAGE_SIZE)
-        return -EBADMSG;
-    memory = mmap(NULL, PAGE, PROT_READ, MAP_SHARED, fd, 0);
-    if (memory == MAP_FAILED)
-        return -errno;
-    memcpy(&constants, memory, sizeof(constants));
-    munmap(memory, PAGE);
+    if (rc < 0)
+        return rc;
     if (constants.magic != POD_MAGIC || constants.version != POD_VERSION || constants.bucket_size != sizeof(struct pod_bucket) ||
         constants.checksum != pod_checksum(&constants, secret) || !pod_possible(&constants))
         return -EBADMSG;
@@ -42,16 +32,15 @@ int kvfs_pod_attach(int fd, uint64_t secret, struct kvfs_pod **out) {
     pod->secret = secret;
     pod->fd = -1;
     pod_lay_out(pod);
-    if (pod->constants.buckets != constants.buckets || pod->constants.size != constants.size || (uint64_t)status.st_size != constants.size) {
+    if (pod->constants.buckets != constants.buckets || pod->constants.size != constants.size || (uint64_t)size != constants.size) {
         free(pod);
         return -EBADMSG;
     }
     memory = mmap(NULL, constants.size, PROT_READ, MAP_SHARED | MAP_NORESERVE, fd, 0);
     if (memory == MAP_FAILED) {
-        int r = -errno;
-
+        rc = -errno;
         free(pod);
-        return r;
+        return rc;
     }
     pod->memory = memory;
     pod_lay_out(pod);
