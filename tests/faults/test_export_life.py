@@ -26,7 +26,8 @@ class FrontEnd:
     def __init__(self, path: pathlib.Path) -> None:
         self.socket = socket.socket(socket.AF_UNIX)
         self.socket.settimeout(10)
-        self.socket.connect(str(path))
+        # Its file is there a moment before it listens.
+        wait_until(lambda: self.socket.connect_ex(str(path)) == 0, f"a listener at {path}", timeout_s=10)
 
     def features(self) -> int:
         """GET_FEATURES: header of request, flags (version 1), size; the answer has the reply flag and 64 bits."""
