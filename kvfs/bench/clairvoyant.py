@@ -36,6 +36,9 @@ class NextUse:
     def __init__(self, never: int) -> None:
         self._never = never
         self._lost, self._gone = 0.0, 0
+        # By segment: what it cost when it was weighed, and the price then. Until one of its blocks is used, time only
+        # makes it dearer.
+        self._least: dict[int, tuple[float, float]] = {}
 
     def stream_of(self, size: int) -> Stream:
         return Stream.NEW
@@ -44,12 +47,28 @@ class NextUse:
         self, closed: Sequence[int], contents: Callable[[int], Contents], budget: float, tick: int, count: int = 1
     ) -> list[int]:
         price = self._price(budget)
+        least = self._least
 
-        def loss(segment: int) -> float:
+        def bound(segment: int) -> float:
+            loss, then = least.get(segment, (0.0, price))
+            return loss if price >= then else 0.0
+
+        def weigh(segment: int) -> float:
             uses, live_share = contents(segment)
-            return sum(min(price, worth) for worth in self._worths(uses, tick)) * live_share / max(1, len(uses))
+            loss = sum(min(price, worth) for worth in self._worths(uses, tick)) * live_share / max(1, len(uses))
+            least[segment] = loss, price
+            return loss
 
-        return sorted(closed, key=loss)[:count]
+        found: list[tuple[float, int]] = []
+        for segment in sorted(closed, key=bound):
+            if len(found) == count and bound(segment) >= found[-1][0]:
+                break
+            found = sorted([*found, (weigh(segment), segment)])[:count]
+        return [segment for _, segment in found]
+
+    def used(self, segment: int) -> None:
+        """A block of the segment was used, or went."""
+        self._least.pop(segment, None)
 
     def carry(self, uses: Sequence[Use], budget: float, tick: int) -> list[int]:
         price, worths = self._price(budget), self._worths(uses, tick)
@@ -73,9 +92,8 @@ class _Foreseeing(Segments):
     def __init__(self, prompts: Prompts, capacity: int, segments: int) -> None:
         self.place = 0
         self._following = next_uses(prompts)
-        super().__init__(
-            capacity, segments, lambda block, segment: None, lambda block: None, NextUse(len(self._following))
-        )
+        self._next_use = NextUse(len(self._following))
+        super().__init__(capacity, segments, lambda block, segment: None, lambda block: None, self._next_use)
 
     @property
     def tick(self) -> int:
@@ -83,6 +101,7 @@ class _Foreseeing(Segments):
 
     def open(self, block: int) -> None:
         self.uses[block] = self._following[self.place], 0
+        self._next_use.used(self._of[block])
 
     def store(self, block: int) -> None:
         super().store(block)
