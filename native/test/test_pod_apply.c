@@ -276,7 +276,7 @@ static void test_an_owner_repeats_all_that_its_table_has(void) {
     struct kvfs_news_taken taken;
     struct kvfs_pod_found found;
     struct kvfs_table *table;
-    uint64_t slot = 0, number = 1;
+    uint64_t slot = 0, number = 0;
     int64_t size;
 
     create(10000);
