@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import cast
 
 import kvfs
-from kvfs.bench.common import MIB, BenchError, Json, MissingError, needs_root, number_at, say, wait_until
+from kvfs.bench.common import MIB, BenchError, Json, MissingError, needs_root, number_at, process_cpu_s, say, wait_until
 from kvfs.bench.pairs import interval
 from kvfs.bench.rig import Kvfs
 from kvfs.bench.run import Parser
@@ -112,10 +112,14 @@ class Bench:
         self.results.append({"case": name, "what": what, "target": target, **figures})
         say(f"{name}: {', '.join(f'{key} {_shown(value)}' for key, value in figures.items())} ({target})")
 
-    def pairs(self, name: str, what: str, target: str, base: Callable[[], float], other: Callable[[], float]) -> None:
-        """Seconds of the same work, in turns; the ratio is other to base."""
+    def pairs(self, name: str, what: str, target: str, base: Callable[[], float], other: Callable[[], float],
+              *, beside_alone: bool = False) -> None:  # fmt: skip
+        """Seconds of the same work, in turns; the ratio is other to base. beside_alone: also the CPU of the daemons,
+        of the pool alone and of the first node."""
+        daemons = (self.alone, self.nodes[0]) if beside_alone else ()
         ratios, times = [], ([], [])  # type: tuple[list[float], tuple[list[float], list[float]]]
         base(), other()  # warm
+        began = [process_cpu_s(daemon.pid()) for daemon in daemons]
         for index in range(self.rounds):
             order = (base, other) if index % 2 == 0 else (other, base)
             took = {work: work() for work in order}
@@ -123,8 +127,11 @@ class Bench:
             times[0].append(took[base])
             times[1].append(took[other])
         low, high = interval([ratios])
+        cpu = [(process_cpu_s(daemon.pid()) - before) * 1e3 / self.rounds
+               for daemon, before in zip(daemons, began, strict=True)]  # fmt: skip
         self.add(name, what, target, ratio=statistics.median(ratios), low=low, high=high,
                  base_ms=statistics.median(times[0]) * 1e3, other_ms=statistics.median(times[1]) * 1e3,
+                 **dict(zip(("base_daemon_cpu_ms", "other_daemon_cpu_ms"), cpu, strict=False)),
                  pairs=[round(ratio, 4) for ratio in ratios])  # fmt: skip
 
 
@@ -250,7 +257,7 @@ def stores(bench: Bench) -> None:
             put(member)
             put(alone)
         bench.pairs("put", "64 blocks of 2 MiB on a node of the pod, beside one node alone (time)", "1.03 (0.97)",
-                    lambda: put(alone), lambda: put(member))  # fmt: skip
+                    lambda: put(alone), lambda: put(member), beside_alone=True)  # fmt: skip
 
         def write(node: Kvfs) -> float:
             directory = node.mountpoint / f"files{next(counter)}"
@@ -265,7 +272,8 @@ def stores(bench: Bench) -> None:
             return _timed(work)
 
         bench.pairs("store by files", "100 files of 512 KiB, written and renamed, beside one node alone (time)",
-                    "1.03 (0.97)", lambda: write(bench.alone), lambda: write(bench.nodes[0]))  # fmt: skip
+                    "1.03 (0.97)", lambda: write(bench.alone), lambda: write(bench.nodes[0]),
+                    beside_alone=True)  # fmt: skip
 
 
 def misses(bench: Bench, what: str) -> None:
@@ -293,9 +301,9 @@ def misses(bench: Bench, what: str) -> None:
         return _timed(work)
 
     bench.pairs(f"failed stat, engine {what}", "3,000 stats of a name that no node has", "1.05",
-                lambda: fail(bench.alone), lambda: fail(bench.nodes[0]))  # fmt: skip
+                lambda: fail(bench.alone), lambda: fail(bench.nodes[0]), beside_alone=True)  # fmt: skip
     bench.pairs(f"CREATE, engine {what}", "500 empty files", "1.05", lambda: create(bench.alone),
-                lambda: create(bench.nodes[0]))  # fmt: skip
+                lambda: create(bench.nodes[0]), beside_alone=True)  # fmt: skip
 
 
 def news(bench: Bench, samples: int, *, loaded: bool) -> None:
