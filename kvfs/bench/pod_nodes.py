@@ -57,8 +57,7 @@ class Redis:
         return False
 
     def cpu_s(self) -> float:
-        return sum(int(field) for field in Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2]
-                   .split()[11:13]) / os.sysconf("SC_CLK_TCK")  # fmt: skip
+        return process_cpu_s(self.process.pid)
 
     def stop(self) -> None:
         self.process.kill()
