@@ -375,7 +375,7 @@ static int64_t write_batch(struct kvfs_news *news, const struct packing *packing
     return head.size;
 }
 
-/* What is due so soon goes with what is due: a batch costs its sender, the engine and each reader some 100 us, a record far less. */
+/* Items that are due so soon go with those that are due. A batch costs its sender, the engine and each reader some 100 us, a record far less. */
 #define TOGETHER_NS UINT64_C(10000000)
 
 /* Whether the first item is due now, or within the time `soon`. */
