@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Iterator
 
 import pytest
-from helpers import requires_fuse, requires_root, wait_until
+from helpers import loop_devices, requires_fuse, requires_root, wait_until
 from podmounts import Pod, block, found, missing
 
 
@@ -222,3 +222,18 @@ def test_many_small_blocks(here: pathlib.Path, there: pathlib.Path) -> None:
         (here / f"b{i}").write_bytes(block(i, 4096))
     for i in range(500):
         found(there / f"b{i}", block(i, 4096))
+
+
+def test_eight_nodes_on_devices_of_the_kernel(tmp_path: pathlib.Path) -> None:
+    """What every node stores, every other one reads, by the block devices that the kernel has."""
+    requires_root()
+    requires_fuse()
+    with loop_devices(tmp_path, 2, "512M") as devices, Pod(nodes=8, addresses=devices) as pod:
+        for node in pod.nodes:
+            (node.mount / f"of-{node.number}").write_bytes(block(node.number))
+        for node in pod.nodes:
+            for other in pod.nodes:
+                found(node.mount / f"of-{other.number}", block(other.number), 30)
+        (pod.nodes[7].mount / "of-0").unlink()
+        for node in pod.nodes:
+            missing(node.mount / "of-0", 30)
