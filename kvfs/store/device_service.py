@@ -89,6 +89,9 @@ class ServedDevice:
     full_told: float = -math.inf
     good: int = -1
     good_at: float = 0.0
+    # Errors that were counted; whether some of them came since it last did well.
+    errors_seen: int = 0
+    troubled: bool = False
     beating: bool = False
     # Of an NVMe/TCP device: the time since which it cannot be used, and the reason.
     cut_at: float | None = None
@@ -309,6 +312,12 @@ class DeviceService:
                 if reason is not None:
                     self.fail(device, reason)
                     continue
+                if counts["errors"] != service.errors_seen:
+                    service.errors_seen, service.troubled = counts["errors"], True
+                elif good != service.good and service.troubled:
+                    service.troubled = False
+                    if self._plane.pod is not None:
+                        self._plane.pod.avoid_none()
                 if good != service.good:
                     service.good, service.good_at = good, now
                 beat_s = 0.0 if service.state == DeviceState.SLOW else _BEAT_S
