@@ -225,7 +225,7 @@ def test_many_small_blocks(here: pathlib.Path, there: pathlib.Path) -> None:
 
 
 def test_eight_nodes_on_devices_of_the_kernel(tmp_path: pathlib.Path) -> None:
-    """What every node stores, every other one reads, by the block devices that the kernel has."""
+    """Blocks of every node are read on every other one, on block devices that the kernel has."""
     requires_root()
     requires_fuse()
     with loop_devices(tmp_path, 2, "512M") as devices, Pod(nodes=8, addresses=devices) as pod:
