@@ -137,6 +137,11 @@ class Link:
     read_size: int = 0
     resets: int = 0
 
+    @property
+    def error(self) -> str:
+        """Of both halves: one may know why the engine refuses, and the other only that it went."""
+        return "; ".join(dict.fromkeys(half.error for half in (self.writing, self.reading) if half.error))
+
 
 @dataclass(slots=True)
 class _Seen:
@@ -509,7 +514,7 @@ class Member:
 
     def _away(self) -> list[str]:
         return [
-            link.writing.error or link.reading.error or f"engine {self._engines[link.index]}: not connected yet"
+            link.error or f"engine {self._engines[link.index]}: not connected yet"
             for link in self.links
             if not (link.writing.up and link.reading.up)
         ]
@@ -524,7 +529,7 @@ class Member:
     def _link(self, link: Link) -> LinkStatistics:
         is_up = link.writing.up and link.reading.up
         return LinkStatistics(
-            self._engines[link.index], "up" if is_up else "away", link.writing.error or link.reading.error,
+            self._engines[link.index], "up" if is_up else "away", link.error,
             link.writing.failures + link.reading.failures, min(link.writing.ups, link.reading.ups), link.entries,
             link.read_size, link.resets,
         )  # fmt: skip

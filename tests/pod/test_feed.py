@@ -11,6 +11,7 @@ from kvfs.pod.batch import read_header
 from kvfs.pod.engine import BATCH, MESSAGE, REPEATED, Names
 from kvfs.pod.feed import Feed, Outgoing
 from kvfs.pod.limits import Limits
+from kvfs.pod.member import Link
 from kvfs.pod.messages import FLUSH, STATE, Message, State, seal, unseal
 
 LIMITS = Limits(history_size=4000, stream_size=1000, settle_s=10.0, repeat_size=700)
@@ -210,3 +211,14 @@ def test_a_message_is_of_this_pool_and_whole_or_nothing() -> None:
     for wrong in ({"next": "4"}, {"next": -1}, {"next": True}, {}):
         with pytest.raises(ValueError, match="state of slot 1: field next"):
             Message(STATE, 1, 2, 3, wrong).integer("next")
+
+
+def test_a_link_that_is_away_says_what_each_half_of_it_knows() -> None:
+    link = Link(0)
+    assert link.error == ""
+    link.reading.error = "password file p: mode 0644"
+    assert link.error == "password file p: mode 0644"
+    link.writing.error = "Connection closed by server."
+    assert "0644" in link.error and "closed" in link.error
+    link.writing.error = link.reading.error
+    assert link.error == "password file p: mode 0644"
