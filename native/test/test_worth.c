@@ -16,9 +16,9 @@ static double exact(uint32_t hits, double age) { return (1.0 + kvfs_worth_class(
 
 static void worths_fill(void) {
     static const uint32_t hits_of[KVFS_WORTH_CLASSES] = {0, 1, 2, 3, 5, 9, 20};
-    for (uint32_t class = 0; class < KVFS_WORTH_CLASSES; class++)
+    for (uint32_t row = 0; row < KVFS_WORTH_CLASSES; row++)
         for (uint32_t i = 0; i < KVFS_WORTH_AGES; i++)
-            worths.worths[class][i] = (float)exact(hits_of[class], kvfs_worth_age(i));
+            worths.worths[row][i] = (float)exact(hits_of[row], kvfs_worth_age(i));
 }
 
 static void ages_rise_to_the_end_of_the_clock(void) {
@@ -96,7 +96,8 @@ static void places_follow_every_change_of_a_record(void) {
     uint32_t count;
     CHECK(kvfs_table_create(2, SECRET, 1, &table) == 0);
     CHECK(kvfs_table_places(table, &count) && count == 0);
-    struct kvfs_record record = {.inode = 5, .parent = 1, .version = 1, .size = 4097, .segment = 3, .header_pages = 1, .kind = KVFS_KIND_FILE, .nlink = 1};
+    struct kvfs_record record = {
+        .inode = 5, .parent = 1, .version = 1, .size = 4097, .segment = 3, .header_pages = 1, .kind = KVFS_KIND_FILE, .nlink = 1};
     CHECK(kvfs_table_put(table, &record, "a", 1, 0) == 0);
     CHECK(place_of(table, 5) == 0); /* it is not sealed */
     record.flags = KVFS_INODE_SEALED;

@@ -5,7 +5,7 @@
 
 #define TICK_MASK 0xffffffu
 #define AGE_END 0x800000u /* half of the clock: from there on a use is ahead of it */
-#define OCTAVE_FIRST 2u /* ages from 4 on have four indexes an octave */
+#define OCTAVE_FIRST 2u   /* ages from 4 on have four indexes an octave */
 
 /* The index of the last age that is not greater. */
 static inline uint32_t age_index(uint32_t age) {
@@ -24,10 +24,10 @@ uint32_t kvfs_worth_age(uint32_t index) {
 
 uint32_t kvfs_worth_class(uint32_t hits) {
     static const uint32_t last[KVFS_WORTH_CLASSES - 1] = {0, 1, 2, 4, 8, 19};
-    uint32_t class = 0;
-    while (class < KVFS_WORTH_CLASSES - 1 && hits > last[class])
-        class++;
-    return class;
+    uint32_t row = 0;
+    while (row < KVFS_WORTH_CLASSES - 1 && hits > last[row])
+        row++;
+    return row;
 }
 
 /* The line from each age to the next: worth = start + slope * age. */
@@ -39,22 +39,22 @@ struct lines {
 static void lines_make(const struct kvfs_worths *worths, struct lines *lines) {
     for (uint32_t hits = 0; hits < 256; hits++)
         lines->classes[hits] = (uint8_t)kvfs_worth_class(hits);
-    for (uint32_t class = 0; class < KVFS_WORTH_CLASSES; class++)
+    for (uint32_t row = 0; row < KVFS_WORTH_CLASSES; row++)
         for (uint32_t i = 0; i < KVFS_WORTH_AGES; i++) {
-            const float *worth = &worths->worths[class][i];
+            const float *worth = &worths->worths[row][i];
             double age = kvfs_worth_age(i), slope = 0;
             if (i + 1 < KVFS_WORTH_AGES)
                 slope = ((double)worth[1] - worth[0]) / (kvfs_worth_age(i + 1) - age);
-            lines->slope[class][i] = (float)slope;
-            lines->start[class][i] = (float)(worth[0] - slope * age);
+            lines->slope[row][i] = (float)slope;
+            lines->start[row][i] = (float)(worth[0] - slope * age);
         }
 }
 
 static inline float worth_of(const struct lines *lines, uint32_t tick, uint32_t use) {
-    uint32_t age = (tick - (use >> 8)) & TICK_MASK, class = lines->classes[use & 0xff];
+    uint32_t age = (tick - (use >> 8)) & TICK_MASK, row = lines->classes[use & 0xff];
     age = age < AGE_END ? age : 0;
     uint32_t i = age_index(age);
-    return lines->start[class][i] + lines->slope[class][i] * (float)age;
+    return lines->start[row][i] + lines->slope[row][i] * (float)age;
 }
 
 void kvfs_worth(const struct kvfs_worths *worths, uint32_t tick, const uint32_t *uses, uint32_t count, float *out) {
