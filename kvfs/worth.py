@@ -44,7 +44,7 @@ class Worths:
 
 
 class Weights:
-    """What each segment of a pool would lose, if it went now. Whoever weighs it fills `all`."""
+    """The loss of each segment of a pool, if it went now. To weigh them fills `all`."""
 
     def __init__(self, segments: int) -> None:
         self.count = segments
@@ -58,7 +58,7 @@ class Weights:
 
     def by_page(self) -> list[float | None]:
         """By segment: the mean of what its blocks are worth, by the page. Copied ones are worth the price of a copy.
-        None: no block begins there."""
+        A segment where no block begins has None."""
         return [loss / pages if pages else None for loss, pages in _WEIGHT.iter_unpack(ffi.buffer(self.all))]
 
 

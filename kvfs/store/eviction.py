@@ -82,11 +82,11 @@ class EvictionPolicy(Protocol):
         ...
 
     def worths(self) -> Worths:
-        """What blocks are worth now, by hits and age in ticks."""
+        """The worth of blocks now, by hits and age in ticks."""
         ...
 
     def price(self, budget: float) -> float:
-        """What a block must be worth for a copy. budget: what may be carried over now, in segments."""
+        """A block must be worth more than that for a copy. budget: of copies that may be made now, in segments."""
         ...
 
     def gone(self, lost: Lost, tick: int) -> None:

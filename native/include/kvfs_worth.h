@@ -1,13 +1,13 @@
 /* Worths of blocks for eviction, by their hits and by the time since their last use; and what segments lose that go.
  *
- * A use is a block's tick of last use << 8 | hits, as kvfs_inode_uses() has it. Whoever fills the table (kvfs/store/eviction.py) decides what is
- * worth how much; here it is looked up. */
+ * A use is a block's tick of last use << 8 | hits, as kvfs_inode_uses() has it. The table is filled by kvfs/store/eviction.py, which decides
+ * about worths; here it is looked up. */
 #ifndef KVFS_WORTH_H
 #define KVFS_WORTH_H
 
 #include <stdint.h>
 
-/* Blocks of one class are worth the same at the same age: 0, 1, 2, 3 to 4, 5 to 8, 9 to 19, and more hits. */
+/* Blocks of one class are worth the same at the same age. Their hits: 0, 1, 2, 3 to 4, 5 to 8, 9 to 19, and more. */
 #define KVFS_WORTH_CLASSES 7
 /* Ages in ticks: 0, 1, 2, 3, and from 4 on four to an octave, up to 1 << 23. Between two of them worths lie on a line. A use that is
  * ahead of the clock, which others moved on meanwhile, has age 0. */

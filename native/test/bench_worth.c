@@ -1,6 +1,6 @@
 /* sources: content/worth.c */
-/* Prints what it costs to weigh all segments of a pool, for each block and for each block that is stored: of segments that are many, one part in 256
- * goes between two weighings, as kvfs/store/evictor.py has it. Not run by `make check`. */
+/* Prints the cost of weighing all segments of a pool, for each block and for each block that is stored. Where segments are many, one part in 256 of
+ * them goes between two weighings, as kvfs/store/evictor.py has it. Not run by `make check`. */
 #include <stdlib.h>
 
 #include "check.h"

@@ -26,7 +26,7 @@ BIG, HEADER_PAGES = 32 << 20, 18
 def losses(
     policy: LeastLoss, segments: dict[int, list[Use]], tick: int, budget: float = 1.0, dead: Sequence[int] = ()
 ) -> dict[int, float]:
-    """What each segment of equal blocks would lose by the page of its room. dead: segments that are half empty."""
+    """The loss of each segment of equal blocks by the page of its room. dead: segments that are half empty."""
     blocks = [(segment, use) for segment, uses in segments.items() for use in uses]
     weights = Weights(max(segments) + 1)
     words = ffi.new("uint32_t[]", [(used & TICK_MASK) << 8 | hits for _, (used, hits) in blocks])

@@ -1,4 +1,4 @@
-/* What blocks are worth, and what segments lose that go. Every block is looked at: with as little as can be for each. */
+/* The worth of blocks, and the loss of segments that go. Every block is looked at: with as little as can be for each. */
 #include "kvfs_worth.h"
 
 #include <string.h>
