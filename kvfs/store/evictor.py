@@ -42,8 +42,8 @@ _AT_ONCE = 3
 # A segment of which eviction would keep more than this is left alone for a while: copying it frees next to nothing.
 _KEEP_SHARE = 0.75
 _AVOID_S = 5.0
-# All segments are weighed anew when one part in so many of the pool has been written since; and after one part in so
-# many of the segments have gone.
+# All segments are weighed anew when one part in so many of the pool has been written since. Not later than after one
+# part in so many of the segments have gone.
 _WEIGHED_SHARE = 256
 # Chosen besides, as some may be held when their turn comes.
 _SPARE_CHOICES = 16
