@@ -26,6 +26,7 @@ HEADERS = [
     "kvfs_format.h",
     "kvfs_checksum.h",
     "kvfs_table.h",
+    "kvfs_worth.h",
     "kvfs_names.h",
     "kvfs_pod.h",
     "kvfs_plane.h",

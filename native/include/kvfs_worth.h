@@ -1,0 +1,35 @@
+/* Worths of blocks for eviction, by their hits and by the time since their last use; and what segments lose that go.
+ *
+ * A use is a block's tick of last use << 8 | hits, as kvfs_inode_uses() has it. The table is filled by kvfs/store/eviction.py, which decides
+ * about worths; here it is looked up. */
+#ifndef KVFS_WORTH_H
+#define KVFS_WORTH_H
+
+#include <stdint.h>
+
+/* Blocks of one class are worth the same at the same age. Their hits: 0, 1, 2, 3 to 4, 5 to 8, 9 to 19, and more. */
+#define KVFS_WORTH_CLASSES 7
+/* Ages in ticks: 0, 1, 2, 3, and from 4 on four to an octave, up to 1 << 23. Between two of them worths lie on a line. A use that is
+ * ahead of the clock, which others moved on meanwhile, has age 0. */
+#define KVFS_WORTH_AGES 89
+
+/* Only ratios mean something. All are finite and not negative. */
+struct kvfs_worths {
+    float worths[KVFS_WORTH_CLASSES][KVFS_WORTH_AGES];
+};
+
+struct kvfs_weight {
+    double loss;    /* the sum over the blocks that begin in the segment: pages x the worth, or the price where that is less */
+    uint64_t pages; /* of these blocks, header and content, wherever they lie */
+};
+
+uint32_t kvfs_worth_class(uint32_t hits);
+uint32_t kvfs_worth_age(uint32_t index); /* the age with this index; UINT32_MAX: there is none */
+/* The worth of each use at a tick. */
+void kvfs_worth(const struct kvfs_worths *worths, uint32_t tick, const uint32_t *uses, uint32_t count, float *out);
+/* Weigh segments by `count` blocks. uses and places, by slot, may change meanwhile. A place is as kvfs_table_places() has it. Blocks in segments from
+ * segment_count on are passed over. */
+void kvfs_weigh(const struct kvfs_worths *worths, float price, uint32_t tick, const uint32_t *uses, const uint64_t *places, uint32_t count,
+                struct kvfs_weight *segments, uint32_t segment_count);
+
+#endif

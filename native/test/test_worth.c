@@ -1,0 +1,132 @@
+/* sources: base block/block_table.c block/block_table_reader.c block/checksum.c block/checksum_avx2.c block/checksum_avx512.c content/worth.c */
+/* Worths by class and age, what segments weigh, and the places that the table keeps for it through every change of a record. */
+#include "kvfs_worth.h"
+
+#include <math.h>
+
+#include "table_records.h"
+
+#define SECRET UINT64_C(0x1234)
+#define SEGMENTS 7
+
+static struct kvfs_worths worths;
+
+/* As the pool's policy has it: the chance of a next use falls with age, and rises with hits. */
+static double exact(uint32_t hits, double age) { return (1.0 + kvfs_worth_class(hits)) * pow(age + 20, -1.5); }
+
+static void worths_fill(void) {
+    static const uint32_t hits_of[KVFS_WORTH_CLASSES] = {0, 1, 2, 3, 5, 9, 20};
+    for (uint32_t row = 0; row < KVFS_WORTH_CLASSES; row++)
+        for (uint32_t i = 0; i < KVFS_WORTH_AGES; i++)
+            worths.worths[row][i] = (float)exact(hits_of[row], kvfs_worth_age(i));
+}
+
+static void ages_rise_to_the_end_of_the_clock(void) {
+    CHECK(kvfs_worth_age(0) == 0 && kvfs_worth_age(KVFS_WORTH_AGES - 1) == 1u << 23 && kvfs_worth_age(KVFS_WORTH_AGES) == UINT32_MAX);
+    for (uint32_t i = 1; i < KVFS_WORTH_AGES; i++)
+        CHECK(kvfs_worth_age(i) > kvfs_worth_age(i - 1) && (i < 5 || kvfs_worth_age(i) * 4 <= kvfs_worth_age(i - 1) * 5));
+    static const uint32_t classes[] = {0, 1, 2, 3, 3, 4, 4, 4, 4, 5};
+    for (uint32_t hits = 0; hits < 256; hits++)
+        CHECK(kvfs_worth_class(hits) == (hits < 10 ? classes[hits] : hits < 20 ? 5u : 6u));
+}
+
+static void worths_lie_on_lines_and_the_clock_goes_round(void) {
+    uint64_t seed = 7;
+    for (int i = 0; i < 200000; i++) {
+        uint32_t age = (uint32_t)random_below(&seed, 1u << random_below(&seed, 24)), hits = (uint32_t)random_below(&seed, 256);
+        uint32_t tick = (uint32_t)random_next(&seed) & 0xffffff, use = ((tick - age) & 0xffffff) << 8 | hits;
+        float worth;
+        kvfs_worth(&worths, tick, &use, 1, &worth);
+        double wanted = exact(hits, age);
+        CHECK_SAY(worth >= 0.999 * wanted && worth <= 1.03 * wanted, "age %u hits %u: %g, %g", age, hits, worth, wanted);
+        /* A use that others added after the tick was read. */
+        kvfs_worth(&worths, (tick - age - 1) & 0xffffff, &use, 1, &worth);
+        CHECK_SAY(age || fabs(worth - exact(hits, 0)) <= 1e-3 * worth, "hits %u: %g", hits, worth);
+    }
+}
+
+static void segments_weigh_what_their_blocks_do(void) {
+    enum { BLOCKS = 20000 };
+    static uint32_t uses[BLOCKS];
+    static uint64_t places[BLOCKS];
+    struct kvfs_weight found[SEGMENTS + 1], wanted[SEGMENTS] = {{0, 0}};
+    uint64_t seed = 9;
+    float price = (float)exact(0, 100);
+    for (uint32_t i = 0; i < BLOCKS; i++) {
+        uint32_t segment = (uint32_t)random_below(&seed, SEGMENTS + 2), pages = (uint32_t)random_below(&seed, 4);
+        uses[i] = (uint32_t)random_next(&seed);
+        places[i] = segment | (uint64_t)pages << 32;
+        float worth;
+        kvfs_worth(&worths, 1000, &uses[i], 1, &worth);
+        if (segment < SEGMENTS) {
+            wanted[segment].loss += (double)(worth < price ? worth : price) * pages;
+            wanted[segment].pages += pages;
+        }
+    }
+    memset(found, 0x5a, sizeof(found));
+    kvfs_weigh(&worths, price, 1000, uses, places, BLOCKS, found, SEGMENTS);
+    for (uint32_t i = 0; i < SEGMENTS; i++)
+        CHECK(found[i].pages == wanted[i].pages && fabs(found[i].loss - wanted[i].loss) <= 1e-9 * wanted[i].loss);
+    CHECK(found[SEGMENTS].pages == UINT64_C(0x5a5a5a5a5a5a5a5a)); /* there are no more */
+    kvfs_weigh(&worths, price, 1000, uses, places, 0, found, SEGMENTS);
+    CHECK(found[0].pages == 0 && found[0].loss == 0);
+}
+
+static uint64_t place_of(const struct kvfs_table *table, uint64_t inode) {
+    struct kvfs_record record;
+    uint32_t count;
+    const uint64_t *places = kvfs_table_places(table, &count);
+    if (kvfs_table_find_inode(table, inode, &record) < 0)
+        return 0;
+    CHECK(record.slot < count);
+    return places[record.slot];
+}
+
+static uint64_t placed(const struct kvfs_table *table) {
+    uint32_t count;
+    const uint64_t *places = kvfs_table_places(table, &count);
+    uint64_t found = 0;
+    for (uint32_t i = 0; i < count; i++)
+        found += places[i] != 0;
+    return found;
+}
+
+static void places_follow_every_change_of_a_record(void) {
+    struct kvfs_table *table;
+    uint32_t count;
+    CHECK(kvfs_table_create(2, SECRET, 1, &table) == 0);
+    CHECK(kvfs_table_places(table, &count) && count == 0);
+    struct kvfs_record record = {
+        .inode = 5, .parent = 1, .version = 1, .size = 4097, .segment = 3, .header_pages = 1, .kind = KVFS_KIND_FILE, .nlink = 1};
+    CHECK(kvfs_table_put(table, &record, "a", 1, 0) == 0);
+    CHECK(place_of(table, 5) == 0); /* it is not sealed */
+    record.flags = KVFS_INODE_SEALED;
+    CHECK(kvfs_table_update(table, &record) == 0);
+    CHECK(place_of(table, 5) == (3 | UINT64_C(3) << 32));
+    record.segment = 0;
+    record.size = 0;
+    CHECK(kvfs_table_update(table, &record) == 0);
+    CHECK(place_of(table, 5) == UINT64_C(1) << 32);
+    CHECK(kvfs_table_put(table, &record, "b", 1, 0) == 0); /* a rename, to another slot */
+    CHECK(place_of(table, 5) == UINT64_C(1) << 32 && placed(table) == 1);
+    struct kvfs_record other = record;
+    other.inode = 6;
+    other.segment = 9;
+    CHECK(kvfs_table_put(table, &other, "b", 1, 1) == 0); /* inode 5 has no name any more */
+    CHECK(place_of(table, 5) == 0 && place_of(table, 6) == (9 | UINT64_C(1) << 32));
+    CHECK(kvfs_table_remove(table, 6, 0) == 0);
+    CHECK(kvfs_table_remove(table, 5, 0) == 0 && placed(table) == 0);
+    record.size = (UINT64_C(1) << 48) - 1;
+    CHECK(kvfs_table_put(table, &record, "a", 1, 0) == 0);
+    CHECK(place_of(table, 5) == (uint64_t)UINT32_MAX << 32); /* as many as there is room for */
+    kvfs_table_destroy(table);
+}
+
+int main(void) {
+    worths_fill();
+    RUN(ages_rise_to_the_end_of_the_clock);
+    RUN(worths_lie_on_lines_and_the_clock_goes_round);
+    RUN(segments_weigh_what_their_blocks_do);
+    RUN(places_follow_every_change_of_a_record);
+    return 0;
+}
