@@ -1,6 +1,6 @@
 """Worths of blocks for eviction, as the data plane looks them up: by hits, and by ticks since the last use.
 
-Which block is worth how much is decided in kvfs/store/eviction.py. Shape of a table: WORTH_CLASSES rows of worths, one
+Which block is worth how much is decided in kvfs/store/eviction.py. Shape of a table: WORTH_CLASSES rows of numbers, one
 for each of AGES. A row is for the blocks of class_of(hits). Between two ages worths lie on a line.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import TypeAlias, cast
+from typing import NamedTuple, TypeAlias, cast
 
 from kvfs._native import ffi, lib
 
@@ -20,41 +20,70 @@ _WEIGHT = struct.Struct("<dQ")
 assert _WEIGHT.size == ffi.sizeof("struct kvfs_weight")
 _PRICE_MAX = 3.0e38
 
-# Uses of a block: the tick of its last use, or of its creation; and the number of hits.
-Use: TypeAlias = tuple[int, int]
+Table: TypeAlias = Sequence[Sequence[float]]
+
+
+class Use(NamedTuple):
+    """Uses of a block: the tick of its last use, or of its creation; and the number of hits."""
+
+    tick: int
+    hits: int
 
 
 def class_of(hits: int) -> int:
     return cast(int, lib.kvfs_worth_class(hits))
 
 
+def word_of(use: tuple[int, int]) -> int:
+    """As C has a use."""
+    tick, hits = use
+    return (tick & TICK_MASK) << 8 | min(255, hits)
+
+
 class Worths:
-    """A table. Only ratios of worths mean something."""
+    """A table, and what orphans are worth of it. Only ratios of worths mean something."""
 
-    def __init__(self, rows: Sequence[Sequence[float]]) -> None:
+    def __init__(self, rows: Table, orphan: float = 1.0) -> None:
         assert len(rows) == WORTH_CLASSES and all(len(row) == len(AGES) for row in rows)
-        self.table = ffi.new("struct kvfs_worths *", {"worths": rows})
+        self.table = ffi.new("struct kvfs_worths *", {"worths": rows, "orphan": orphan})
 
-    def of(self, uses: Sequence[Use], tick: int) -> list[float]:
+    def of(self, uses: Sequence[tuple[int, int]], tick: int, orphans: Sequence[bool] | None = None) -> list[float]:
         """The worth of each block."""
-        words = ffi.new("uint32_t[]", [(used & TICK_MASK) << 8 | min(255, hits) for used, hits in uses])
-        out = ffi.new("float[]", len(uses))
-        lib.kvfs_worth(self.table, tick & TICK_MASK, words, len(uses), out)
+        words, out = ffi.new("uint32_t[]", list(map(word_of, uses))), ffi.new("float[]", len(uses))
+        marks = ffi.NULL if orphans is None else ffi.new("uint8_t[]", list(map(int, orphans)))
+        lib.kvfs_worth(self.table, tick & TICK_MASK, words, marks, len(uses), out)
         return cast(list[float], ffi.unpack(out, len(uses))) if uses else []
 
 
+class Ages:
+    """Numbers of blocks, or of their uses, in the shape of a table: at ages from each of AGES to the next."""
+
+    def __init__(self) -> None:
+        self.all = ffi.new("struct kvfs_ages *")
+
+    def count(self, uses: object, count: int, tick: int) -> None:
+        """Add `uint32_t uses[count]`."""
+        lib.kvfs_worth_count(self.all, tick & TICK_MASK, uses, count)
+
+    def take(self) -> Table:
+        """The numbers; from now on they are 0."""
+        numbers = [ffi.unpack(row, len(AGES)) for row in self.all.counts]
+        ffi.memmove(self.all, bytes(ffi.sizeof(self.all[0])), ffi.sizeof(self.all[0]))
+        return numbers
+
+
 class Weights:
-    """The loss of each segment of a pool, if it went now. To weigh them fills `all`."""
+    """The loss of each segment of a pool, if it went now. To weigh them fills `all` and `ages`."""
 
     def __init__(self, segments: int) -> None:
         self.count = segments
         self.all = ffi.new("struct kvfs_weight[]", segments)
+        self.ages = Ages()
 
-    def weigh(self, worths: Worths, price: float, tick: int, uses: object, places: object, slots: int) -> None:
-        """By blocks that are in no pool: `uint32_t uses[slots]` and `uint64_t places[slots]`, as kvfs_weigh() has
-        them."""
+    def weigh(self, worths: Worths, price: float, tick: int, blocks: object) -> None:
+        """By blocks that are in no pool: a `struct kvfs_weighed *`."""
         price = price_of(price)
-        lib.kvfs_weigh(worths.table, price, tick & TICK_MASK, uses, places, slots, self.all, self.count)
+        lib.kvfs_weigh(worths.table, price, tick & TICK_MASK, blocks, self.all, self.count, self.ages.all)
 
     def by_page(self) -> list[float | None]:
         """By segment: the mean of what its blocks are worth, by the page. Copied ones are worth the price of a copy.

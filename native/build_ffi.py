@@ -27,6 +27,7 @@ HEADERS = [
     "kvfs_checksum.h",
     "kvfs_table.h",
     "kvfs_worth.h",
+    "kvfs_chains.h",
     "kvfs_names.h",
     "kvfs_pod.h",
     "kvfs_plane.h",

@@ -45,8 +45,8 @@ class _Foreseeing(Segments):
         self._next[block] = self._following[self.place]
         self._least.pop(self._of[block], None)
 
-    def store(self, block: int) -> None:
-        super().store(block)
+    def store(self, block: int, parent: int | None = None) -> None:
+        super().store(block, parent)
         self.open(block)
 
     def _price(self, budget: int) -> float:

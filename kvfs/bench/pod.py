@@ -97,8 +97,10 @@ class Pod:
         for index in range(found, len(prompt)):
             block = prompt[index]
             # The first was looked for, so a stale entry of it is gone. Those behind it are believed to be there.
-            if block not in pool.slots and (index == found or self._elsewhere(node, block) is None):
-                pool.store(block)
+            if block in pool.slots:
+                pool.open(block)  # to be stored unless it is there is a use
+            elif index == found or self._elsewhere(node, block) is None:
+                pool.store(block, prompt[index - 1] if index else None)
 
     def _use(self, node: int, block: int) -> bool:
         if block in self.pools[node].slots:

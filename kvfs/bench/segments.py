@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvfs._native import ffi
+from kvfs.chains import Chains, ghosts_of
 from kvfs.store.eviction import TICKS_PER_POOL, CopyBudget, EvictionPolicy, LeastLoss, Lost, worth_copying
-from kvfs.worth import TICK_MASK, Use, Weights
+from kvfs.worth import Ages, Use, Weights, word_of
 
 # Left free for copies when a segment is opened for writers: the pool's reserve, less the one that it opens ahead.
 _SPARE = 2
+# Ghosts, of the blocks that the pool has room for.
+_GHOSTS = 2
 SEGMENTS_MIN = 2 * _SPARE + 2
 
 
@@ -44,7 +47,11 @@ class Segments:
         slots = self.count * self.area
         self._uses, self._places = ffi.new("uint32_t[]", slots), ffi.new("uint64_t[]", slots)
         self._free_slots = list(range(slots))
-        self._weights = Weights(self.count)
+        self._chains = Chains(slots, _GHOSTS * slots)
+        self._weighed = ffi.new(
+            "struct kvfs_weighed *", [self._uses, self._places, self._chains.orphans, slots]
+        )  # fmt: skip
+        self._weights, self._hits, self._learnt = Weights(self.count), Ages(), 0
         self._of: dict[int, int] = {}
         self._blocks: dict[int, dict[int, None]] = {}
         self._at: dict[int, int] = {}  # by segment: its number among those that the pool has room for
@@ -60,34 +67,47 @@ class Segments:
 
     def use(self, block: int) -> Use:
         word: int = self._uses[self.slots[block]]
-        return word >> 8, word & 0xFF
+        return Use(word >> 8, word & 0xFF)
 
     def open(self, block: int) -> None:
         slot = self.slots[block]
-        self._uses[slot] = (self.tick & TICK_MASK) << 8 | min(255, (self._uses[slot] & 0xFF) + 1)
+        self._uses[slot] = self._hit(self._uses + slot)
+        self._chains.used(slot)
 
-    def store(self, block: int) -> None:
+    def _hit(self, word: object) -> int:
+        """A block with this use is used again. Its use now."""
+        self._hits.count(word, 1, self.tick)
+        return word_of((self.tick, (word[0] & 0xFF) + 1))  # type: ignore[index]
+
+    def store(self, block: int, parent: int | None = None) -> None:
+        """parent: the block before it in its prompt."""
         if not self._room[0]:
             while self.free <= _SPARE and self._closed:
                 self._evict()
         slot = self.slots[block] = self._free_slots.pop()
         self._append(0, block)
         self.stored += 1
-        self._uses[slot] = (self.tick & TICK_MASK) << 8
+        ghost = self._chains.enter(slot, block + 1)
+        self._uses[slot] = word_of((self.tick, 0)) if ghost is None else self._hit(ffi.new("uint32_t *", ghost))
+        if parent is not None and parent in self.slots:
+            self._chains.follow(slot, self.slots[parent])
 
     def drop(self, block: int) -> None:
         """Its room is empty until its segment goes."""
         del self._blocks[self._of.pop(block)][block]
-        self._leave(block)
+        self._leave(block, evicted=False)
 
-    def _leave(self, block: int) -> None:
+    def _leave(self, block: int, *, evicted: bool) -> None:
         slot = self.slots.pop(block)
+        self._chains.leave(slot, block + 1, self._uses[slot], evicted=evicted)
         self._places[slot] = 0
         self._free_slots.append(slot)
         self._removed(block)
 
     def _append(self, stream: int, block: int) -> None:
         if not self._room[stream]:
+            if not stream:
+                self._learn()
             if self._open[stream]:
                 self._closed[self._open[stream]] = None
             self._last += 1
@@ -108,16 +128,28 @@ class Segments:
         return self.policy.price(budget / self.area)
 
     def _worths(self, blocks: Sequence[int]) -> list[float]:
-        return self.policy.worths().of([self.use(block) for block in blocks], self.tick)
+        return self.policy.worths().of([self.use(block) for block in blocks], self.tick, self._orphans(blocks))
+
+    def _orphans(self, blocks: Sequence[int]) -> list[bool]:
+        return [self._chains.is_orphan(self.slots[block]) for block in blocks]
+
+    def _learn(self) -> None:
+        """By what was there since the last time."""
+        tick = self.tick
+        if tick > self._learnt:
+            self._weights.weigh(self.policy.worths(), 0.0, tick, self._weighed)
+            for uses, count in ghosts_of(self._chains.all):
+                self._weights.ages.count(uses, count, tick)
+            self.policy.learn(self._hits.take(), self._weights.ages.take(), tick - self._learnt)
+            self._learnt = tick
 
     def _victim(self, price: float) -> int:
-        slots = len(self._places)
-        self._weights.weigh(self.policy.worths(), price, self.tick, self._uses, self._places, slots)
+        self._weights.weigh(self.policy.worths(), price, self.tick, self._weighed)
         by_page = self._weights.by_page()
         return min(self._closed, key=lambda segment: (by_page[self._at[segment]] or 0.0) * len(self._blocks[segment]))
 
     def _gone(self, segment: int, lost: Sequence[int], share: float) -> None:
-        self.policy.gone(Lost([self.use(block) for block in lost], share), self.tick)
+        self.policy.gone(Lost([self.use(block) for block in lost], self._orphans(lost), share), self.tick)
 
     def _evict(self) -> None:
         budget = self._budget.left(self.stored)
@@ -136,5 +168,5 @@ class Segments:
                 self.copied += 1
             else:
                 del self._of[block]
-                self._leave(block)
+                self._leave(block, evicted=True)
         self.free += 1

@@ -16,6 +16,12 @@
 /* Only ratios mean something. All are finite and not negative. */
 struct kvfs_worths {
     float worths[KVFS_WORTH_CLASSES][KVFS_WORTH_AGES];
+    float orphan; /* an orphan (kvfs_chains.h) is worth so much of that */
+};
+
+/* Numbers of blocks, by class and by the index of the last age that theirs has reached. */
+struct kvfs_ages {
+    uint64_t counts[KVFS_WORTH_CLASSES][KVFS_WORTH_AGES];
 };
 
 struct kvfs_weight {
@@ -25,11 +31,20 @@ struct kvfs_weight {
 
 uint32_t kvfs_worth_class(uint32_t hits);
 uint32_t kvfs_worth_age(uint32_t index); /* the age with this index; UINT32_MAX: there is none */
-/* The worth of each use at a tick. */
-void kvfs_worth(const struct kvfs_worths *worths, uint32_t tick, const uint32_t *uses, uint32_t count, float *out);
-/* Weigh segments by `count` blocks. uses and places, by slot, may change meanwhile. A place is as kvfs_table_places() has it. Blocks in segments from
- * segment_count on are passed over. */
-void kvfs_weigh(const struct kvfs_worths *worths, float price, uint32_t tick, const uint32_t *uses, const uint64_t *places, uint32_t count,
-                struct kvfs_weight *segments, uint32_t segment_count);
+/* The worth of each use at a tick. orphans: whether its block is one; NULL: none is. */
+void kvfs_worth(const struct kvfs_worths *worths, uint32_t tick, const uint32_t *uses, const uint8_t *orphans, uint32_t count, float *out);
+/* Count `count` uses at a tick. Threads may count into the same ages. */
+void kvfs_worth_count(struct kvfs_ages *ages, uint32_t tick, const uint32_t *uses, uint32_t count);
+
+/* Blocks by their slots, which may change meanwhile. */
+struct kvfs_weighed {
+    const uint32_t *uses;
+    const uint64_t *places;  /* as kvfs_table_places() has them */
+    const uint64_t *orphans; /* as kvfs_chains_orphans() has them */
+    uint32_t count;
+};
+/* Weigh segments by these blocks, and count the blocks. Blocks in segments from segment_count on are passed over. */
+void kvfs_weigh(const struct kvfs_worths *worths, float price, uint32_t tick, const struct kvfs_weighed *blocks, struct kvfs_weight *segments,
+                uint32_t segment_count, struct kvfs_ages *ages);
 
 #endif

@@ -83,7 +83,8 @@ void kvfs_segments_weigh(struct kvfs_plane *plane, const struct kvfs_worths *wor
                          uint32_t segment_count) {
     uint32_t count;
     const uint64_t *places = kvfs_table_places(plane->table, &count);
-    kvfs_weigh(worths, price, tick, (const uint32_t *)plane->uses, places, count, segments, segment_count);
+    static uint64_t none[1 << 20]; static struct kvfs_ages ages; struct kvfs_weighed blocks = {(const uint32_t *)plane->uses, places, none, count};
+    kvfs_weigh(worths, price, tick, &blocks, segments, segment_count, &ages);
 }
 
 void use_enter(struct kvfs_plane *plane, uint32_t slot, const uint32_t *before) {

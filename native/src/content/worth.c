@@ -50,31 +50,54 @@ static void lines_make(const struct kvfs_worths *worths, struct lines *lines) {
         }
 }
 
-static inline float worth_of(const struct lines *lines, uint32_t tick, uint32_t use) {
-    uint32_t age = (tick - (use >> 8)) & TICK_MASK, row = lines->classes[use & 0xff];
-    age = age < AGE_END ? age : 0;
-    uint32_t i = age_index(age);
-    return lines->start[row][i] + lines->slope[row][i] * (float)age;
+struct aged {
+    uint32_t row, index, age;
+};
+
+static inline uint32_t age_of(uint32_t tick, uint32_t use) {
+    uint32_t age = (tick - (use >> 8)) & TICK_MASK;
+    return age < AGE_END ? age : 0;
 }
 
-void kvfs_worth(const struct kvfs_worths *worths, uint32_t tick, const uint32_t *uses, uint32_t count, float *out) {
+static inline struct aged aged_of(const struct lines *lines, uint32_t tick, uint32_t use) {
+    uint32_t age = age_of(tick, use);
+    return (struct aged){lines->classes[use & 0xff], age_index(age), age};
+}
+
+static inline float worth_of(const struct lines *lines, struct aged at) {
+    return lines->start[at.row][at.index] + lines->slope[at.row][at.index] * (float)at.age;
+}
+
+void kvfs_worth(const struct kvfs_worths *worths, uint32_t tick, const uint32_t *uses, const uint8_t *orphans, uint32_t count, float *out) {
     struct lines lines;
     lines_make(worths, &lines);
     for (uint32_t i = 0; i < count; i++)
-        out[i] = worth_of(&lines, tick, uses[i]);
+        out[i] = worth_of(&lines, aged_of(&lines, tick, uses[i])) * (orphans && orphans[i] ? worths->orphan : 1);
 }
 
-void kvfs_weigh(const struct kvfs_worths *worths, float price, uint32_t tick, const uint32_t *uses, const uint64_t *places, uint32_t count,
-                struct kvfs_weight *segments, uint32_t segment_count) {
+void kvfs_worth_count(struct kvfs_ages *ages, uint32_t tick, const uint32_t *uses, uint32_t count) {
+    for (uint32_t i = 0; i < count; i++) {
+        uint32_t age = age_of(tick, uses[i]);
+        __atomic_fetch_add(&ages->counts[kvfs_worth_class(uses[i] & 0xff)][age_index(age)], 1, __ATOMIC_RELAXED);
+    }
+}
+
+void kvfs_weigh(const struct kvfs_worths *worths, float price, uint32_t tick, const struct kvfs_weighed *blocks, struct kvfs_weight *segments,
+                uint32_t segment_count, struct kvfs_ages *ages) {
     struct lines lines;
     lines_make(worths, &lines);
     memset(segments, 0, segment_count * sizeof(*segments));
-    for (uint32_t slot = 0; slot < count; slot++) {
-        uint64_t place = __atomic_load_n(&places[slot], __ATOMIC_RELAXED);
+    memset(ages, 0, sizeof(*ages));
+    for (uint32_t slot = 0; slot < blocks->count; slot++) {
+        uint64_t place = __atomic_load_n(&blocks->places[slot], __ATOMIC_RELAXED);
         uint32_t segment = (uint32_t)place, pages = (uint32_t)(place >> 32);
         if (!pages || segment >= segment_count)
             continue;
-        float worth = worth_of(&lines, tick, __atomic_load_n(&uses[slot], __ATOMIC_RELAXED));
+        struct aged at = aged_of(&lines, tick, __atomic_load_n(&blocks->uses[slot], __ATOMIC_RELAXED));
+        float worth = worth_of(&lines, at);
+        if (__atomic_load_n(&blocks->orphans[slot / 64], __ATOMIC_RELAXED) >> slot % 64 & 1)
+            worth *= worths->orphan;
+        ages->counts[at.row][at.index]++;
         segments[segment].loss += (double)(worth < price ? worth : price) * pages;
         segments[segment].pages += pages;
     }

@@ -1,0 +1,77 @@
+"""Worths that are learnt from all uses: also from those of blocks that were evicted, which their ghosts tell of.
+
+A block's value is the best rate of uses that it may have, over all times for which it could be kept: the index of
+Gittins (Bandit processes and dynamic allocation indices, 1979) for a block that is dropped at its next use. It follows
+from the chance of a use at each age, by hits: uses at an age over the time that blocks spent at it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from kvfs.worth import AGES, WORTH_CLASSES, Table
+
+# Two of AGES are one bin from 4 on, so two bins are an octave.
+_BIN_OF = [min(i, i // 2 + 2) for i in range(len(AGES))]
+_BINS = _BIN_OF[-1] + 1
+_STARTS = [AGES[_BIN_OF.index(b)] for b in range(_BINS)] + [2 * AGES[-1]]
+_WIDTHS = [_STARTS[b + 1] - _STARTS[b] for b in range(_BINS)]
+# Where nothing was seen, chances fall as 1/(age + 10) from the last bin on where something was.
+_SHAPE = [1 / (_STARTS[b] + _WIDTHS[b] / 2 + 10) for b in range(_BINS)]
+# Uses that are assumed in each bin.
+_ASSUMED = 20.0
+
+
+class Learner:
+    """Uses seen, and time spent, by class and bin."""
+
+    def __init__(self) -> None:
+        self._uses = [[0.0] * _BINS for _ in range(WORTH_CLASSES)]
+        self._time = [[0.0] * _BINS for _ in range(WORTH_CLASSES)]
+
+    def learn(self, uses: Table, there: Table, ticks: int) -> None:
+        """uses: since the last time, by the class and age that blocks had at them. there: blocks and ghosts by class
+        and age, which were so for `ticks`."""
+        for seen, now in ((self._uses, uses), (self._time, there)):
+            weight = 1 if now is uses else ticks
+            for sums, numbers in zip(seen, now, strict=True):
+                for i, number in enumerate(numbers):
+                    if number:
+                        sums[_BIN_OF[i]] += weight * number
+
+    def values(self) -> Table:
+        """The value of blocks, in the shape of a table of worths."""
+        of_all: list[float] = []
+        for b in range(_BINS):
+            assumed = of_all[-1] * _SHAPE[b] / _SHAPE[b - 1] if b else _SHAPE[0]
+            uses = sum(row[b] for row in self._uses)
+            of_all.append((uses + _ASSUMED) / (sum(row[b] for row in self._time) + _ASSUMED / assumed))
+        return [self._row(of_all, uses, time) for uses, time in zip(self._uses, self._time, strict=True)]
+
+    def _row(self, of_all: Sequence[float], uses: Sequence[float], time: Sequence[float]) -> list[float]:
+        chances = [(u + _ASSUMED) / (t + _ASSUMED / c) for u, t, c in zip(uses, time, of_all, strict=True)]
+        values = _best_rates(chances)
+        return [
+            # Between two bins' beginnings worths lie on a line.
+            values[b] if AGES[i] == _STARTS[b] else (values[b] + values[min(b + 1, _BINS - 1)]) / 2
+            for i, b in enumerate(_BIN_OF)
+        ]  # fmt: skip
+
+
+def _best_rates(chances: Sequence[float]) -> list[float]:
+    """For each bin: the most uses by the tick that a block which enters it may have, if it is kept up to some age."""
+    used = [1 - math.exp(-chance * width) for chance, width in zip(chances, _WIDTHS, strict=True)]
+    kept = [share / chance for share, chance in zip(used, chances, strict=True)]  # mean ticks in the bin
+    rates = []
+    for first in range(_BINS):
+        left, uses, ticks, best = 1.0, 0.0, 0.0, 0.0
+        for b in range(first, _BINS):
+            uses += left * used[b]
+            ticks += left * kept[b]
+            best = max(best, uses / ticks)
+            left *= 1 - used[b]
+            if left < 1e-6:
+                break
+        rates.append(best)
+    return rates
