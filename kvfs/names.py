@@ -24,7 +24,7 @@ _LIST_MAX = 4096
 _NOTED_MAX = 256
 _NOWHERE = 0xFFFFFFFF
 _MEMBER_SIZE = 12
-LOOK = struct.Struct("<QIIIB?2x")
+LOOK = struct.Struct("<QIIIB??x")
 assert LOOK.size == ffi.sizeof("struct kvfs_look")
 
 P = ParamSpec("P")
@@ -75,6 +75,7 @@ class Look(NamedTuple):
     use: int  # the tick of its last use << 8 | hits
     open: int  # plane.OpenState
     absent: bool  # its record must be in memory before anything is known
+    orphan: bool  # the block before it in its chain is gone
 
 
 class Evicted(NamedTuple):

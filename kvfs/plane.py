@@ -27,7 +27,7 @@ from kvfs.names import LOOK, Evicted, Leave, Look, Names
 from kvfs.podmap import PodMap, PodOptions
 from kvfs.record import RECORD_BYTES, RECORD_SIZE, Extent
 from kvfs.types import PAGE_SIZE, InodeNumber, SegmentIndex
-from kvfs.worth import TICK_MASK, Weights, Worths, price_of
+from kvfs.worth import TICK_MASK, Ages, Weights, Worths, price_of
 
 log = logging.getLogger(__name__)
 
@@ -539,9 +539,19 @@ class Plane:
         return Evicted(out.blocks, out.pages, bytes(ffi.buffer(gone)))
 
     def segments_weigh(self, weights: Weights, worths: Worths, price: float, tick: int) -> None:
-        """Weigh all segments by their blocks. It reads what changes meanwhile: in any thread, while the plane lives."""
-        price = price_of(price)
-        lib.kvfs_segments_weigh(self._plane, worths.table, price, tick & TICK_MASK, weights.all, weights.count)
+        """Weigh all segments by their blocks, and count blocks and ghosts. It reads what changes meanwhile: in any
+        thread, while the plane lives."""
+        lib.kvfs_segments_weigh(
+            self._plane, worths.table, price_of(price), tick & TICK_MASK, weights.all, weights.count, weights.ages.all
+        )
+
+    def used_take(self, into: Ages) -> None:
+        """Uses since the last time, by the class and age that their blocks had before."""
+        lib.kvfs_used_take(self._plane, into.all)
+
+    def inode_follow(self, inode: int, parent: int) -> None:
+        """The block is the one behind `parent` in its chain. Inodes that are not there are passed over."""
+        lib.kvfs_inode_follow(self._plane, inode, parent)
 
     def tick(self, tick: int) -> None:
         """The time of uses from now on; 24 bits."""

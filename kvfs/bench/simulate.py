@@ -313,17 +313,24 @@ async def _replay(store: Store, prompts: Prompts) -> tuple[int, int]:
         # The clock goes on at commits. No engine uses so many blocks between two of them as this does.
         store.plane.tick(store.segments.tick)
         store.plane.inode_touch(found)
+        before = found[-1] if found else None
         for block in prompt[len(found) :]:
-            if store.plane.table_find_name(ROOT_INODE, b"%d" % block) is None:
-                await _store_block(store, b"%d" % block)
+            number = store.plane.table_find_name(ROOT_INODE, b"%d" % block)
+            if number is None:
+                number = await _store_block(store, b"%d" % block)
                 stored += 1
+            else:
+                store.plane.inode_touch([number])  # to be stored unless it is there is a use
+            if before is not None:
+                store.plane.inode_follow(number, before)
+            before = number
         # A prompt takes seconds to compute: the evictor's turn.
         while store.segments.free_count() < store.evictor.low:
             await trio.sleep(0.0005)
     return hits, stored
 
 
-async def _store_block(store: Store, name: bytes) -> None:
+async def _store_block(store: Store, name: bytes) -> int:
     """Make a file as the namespace does, with a page of zeros, and close it."""
     now = time.time_ns()
     inode = Inode(
@@ -335,6 +342,7 @@ async def _store_block(store: Store, name: bytes) -> None:
     store.plane.file_create(inode.inode)
     store.plane.file_truncate(inode.inode, PAGE_SIZE)
     await store.sealing.seal(inode.inode)
+    return inode.inode
 
 
 # ---- command line ----

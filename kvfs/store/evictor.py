@@ -24,7 +24,7 @@ from kvfs.store.groups import Group, Groups
 from kvfs.store.sealing import Sealing
 from kvfs.store.segment import Segment, State, usage
 from kvfs.types import PAGE_SIZE, InodeNumber
-from kvfs.worth import Use, Weights, Worths
+from kvfs.worth import Ages, Use, Weights, Worths
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class Evictor:
         self._policy, self._pins, self._groups = policy, blocks.pins, groups
         self._blocks, self._sealing, self.names = blocks, sealing, blocks.names
         self.counters = EvictionCounters()
-        self._weights = Weights(len(self._segments.all))
+        self._weights, self._used = Weights(len(self._segments.all)), Ages()
         # The next ones to go, with their generations, and the tick at which that was decided.
         self._chosen: list[tuple[Segment, int]] = []
         self._weighed_at = 0
@@ -132,6 +132,9 @@ class Evictor:
             self._segments.need_space = trio.Event()
             self._segments.take_notes()
             self._look_ahead(trio.current_time())
+            if self._is_stale():  # the policy learns before the pool is full
+                async with self._lock:
+                    await self._weigh_all(0)
             if not allowed() or not self._segments.usable or self._segments.free_count() >= self.low:
                 stuck_since = None
                 self._segments.exhausted = False
@@ -258,12 +261,8 @@ class Evictor:
         """The segment of a generation up to `newest` that goes next."""
         for weighed in (False, True):
             if weighed:
-                worths, price = self._policy.worths(), self._policy.price(self._budget_segments())
-                now, tick = trio.current_time(), self._segments.tick
-                # It takes milliseconds where there are millions of blocks.
-                self._chosen = await trio.to_thread.run_sync(self._weigh, worths, price, tick, now, newest)
-                self._weighed_at = tick
-            elif self._segments.tick - self._weighed_at > TICKS_PER_POOL // _WEIGHED_SHARE:
+                await self._weigh_all(newest)
+            elif self._is_stale():
                 continue
             while self._chosen:
                 segment, generation = self._chosen.pop()
@@ -271,6 +270,19 @@ class Evictor:
                 if segment.generation == generation <= newest and self._can_go(segment, trio.current_time()):
                     return segment
         return None
+
+    def _is_stale(self) -> bool:
+        """Whether more has been written since all was weighed than a choice may be old."""
+        return self._segments.tick - self._weighed_at > TICKS_PER_POOL // _WEIGHED_SHARE
+
+    async def _weigh_all(self, newest: int) -> None:
+        worths, price = self._policy.worths(), self._policy.price(self._budget_segments())
+        now, tick = trio.current_time(), self._segments.tick
+        self._plane.used_take(self._used)
+        # It takes milliseconds where there are millions of blocks.
+        self._chosen = await trio.to_thread.run_sync(self._weigh, worths, price, tick, now, newest)
+        self._policy.learn(self._used.take(), self._weights.ages.take(), tick - self._weighed_at)
+        self._weighed_at = tick
 
     def _weigh(self, worths: Worths, price: float, tick: int, now: float, newest: int) -> list[tuple[Segment, int]]:
         """Weigh all, and say which go next, the first last. In a thread: what it reads may change meanwhile."""
@@ -421,14 +433,16 @@ class Evictor:
     def _uses(self, looks: Sequence[Look], groups: dict[InodeNumber, Group]) -> list[Use]:
         """The uses of each, or of the best in its group."""
         return [
-            groups[look.inode].use if look.inode in groups else (look.use >> 8, look.use & 0xFF) for look in looks
+            Use(*groups[look.inode].use) if look.inode in groups else Use(look.use >> 8, look.use & 0xFF) for look in looks
         ]  # fmt: skip
 
     def _worth_keeping(self, blocks: Sequence[Look], groups: dict[InodeNumber, Group], segment: Segment) -> list[Look]:
         """The blocks that are worth a copy, within the budget. The rest is lost, and the policy is told."""
         uses = self._uses(blocks, groups)
         budget, tick = self._budget_pages(), self._segments.tick
-        worths, price = self._policy.worths().of(uses, tick), self._policy.price(self._budget_segments())
+        orphans = [block.orphan and block.inode not in groups for block in blocks]
+        worths = self._policy.worths().of(uses, tick, orphans)
+        price = self._policy.price(self._budget_segments())
         mates: dict[Group, list[int]] = {}
         for i, block in enumerate(blocks) if groups else ():
             if block.inode in groups:
@@ -444,9 +458,10 @@ class Evictor:
                 kept.update(unit)
         self.counters.carried_pages += kept_pages
         self._budget.spend(kept_pages)
-        lost = [use for i, use in enumerate(uses) if i not in kept]
+        lost = [i for i in range(len(uses)) if i not in kept]
         gained = max(1, self._segments.area - kept_pages)
-        self._policy.gone(Lost(lost, max(0, segment.live_pages - kept_pages) / gained), tick)
+        share = max(0, segment.live_pages - kept_pages) / gained
+        self._policy.gone(Lost([uses[i] for i in lost], [orphans[i] for i in lost], share), tick)
         return [blocks[i] for i in sorted(kept)]
 
     async def _carry_all(self, blocks: Sequence[Look]) -> bool:

@@ -24,7 +24,9 @@ struct kvfs_chains_statistics {
 int kvfs_chains_create(uint32_t slots, uint32_t ghosts, struct kvfs_chains **out);
 void kvfs_chains_destroy(struct kvfs_chains *chains);
 
-/* A block with this key, not 0, is there now. 1: it had a ghost, whose use is in *use; those behind it follow it again. 0: it is new. */
+/* The slot is another block's from now on. */
+void kvfs_chains_clear(struct kvfs_chains *chains, uint32_t slot);
+/* The slot's block has this key, not 0. 1: the key had a ghost, whose use is in *use; those behind that follow the block. 0: it had none. */
 int kvfs_chains_enter(struct kvfs_chains *chains, uint32_t slot, uint64_t key, uint32_t *use);
 /* The block in `slot` comes behind the one in `parent`; UINT32_MAX: behind none. It is no orphan any more. */
 void kvfs_chains_follow(struct kvfs_chains *chains, uint32_t slot, uint32_t parent);

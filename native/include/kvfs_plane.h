@@ -12,6 +12,7 @@
 #include "kvfs_pod.h"
 #include "kvfs_names.h"
 #include "kvfs_table.h"
+#include "kvfs_chains.h"
 #include "kvfs_worth.h"
 
 struct kvfs_plane;
@@ -285,7 +286,8 @@ struct kvfs_look {
     uint32_t use;       /* as kvfs_inode_uses() has it */
     uint8_t open;       /* enum kvfs_open_state */
     uint8_t absent;     /* 1: nothing else is known before kvfs_names_load() of its record */
-    uint16_t reserved;  /* zero */
+    uint8_t orphan;
+    uint8_t reserved; /* zero */
 };
 /* Look at these inodes in a segment, as of one instant. */
 void kvfs_blocks_look(struct kvfs_plane *plane, uint32_t segment, const uint64_t *inodes, uint32_t count, struct kvfs_look *out);
@@ -302,10 +304,15 @@ void kvfs_blocks_evict(struct kvfs_plane *plane, uint32_t segment, const uint64_
 /* For each inode: tick of its last use << 8 | hits. Hits are opens for reading since the mount, and stop at 255; an inode's creation is its
  * first use, and no hit. 0 for inodes that existed at the mount and were not opened since, and for missing ones. */
 int kvfs_inode_uses(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count, uint32_t *uses);
-/* Weigh the pool's segments by its blocks (kvfs_weigh). It reads what others change meanwhile, and takes some 2 ns a block: not for a thread that
- * answers requests. */
+/* Weigh the pool's segments by its blocks (kvfs_weigh), and count blocks and ghosts. It reads what others change meanwhile, and takes some 4 ns a
+ * block: not for a thread that answers requests. */
 void kvfs_segments_weigh(struct kvfs_plane *plane, const struct kvfs_worths *worths, float price, uint32_t tick, struct kvfs_weight *segments,
-                         uint32_t segment_count);
+                         uint32_t segment_count, struct kvfs_ages *ages);
+/* Uses since the last time, by the class and age that their blocks had before. */
+void kvfs_used_take(struct kvfs_plane *plane, struct kvfs_ages *out);
+/* `inode` is the block behind `parent` in its chain (kvfs_chains.h). Inodes that are not there are passed over. */
+void kvfs_inode_follow(struct kvfs_plane *plane, uint64_t inode, uint64_t parent);
+void kvfs_plane_chains(struct kvfs_plane *plane, struct kvfs_chains_statistics *out);
 /* The clock of uses; its low 24 bits count. */
 void kvfs_set_tick(struct kvfs_plane *plane, uint32_t tick);
 /* Blocks that are used now. found: native clients have read them, which is a hit for each. Missing inodes are passed over. */

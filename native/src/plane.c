@@ -105,6 +105,10 @@ static int array_build(struct kvfs_plane *plane, const int *device_fds, const ui
 static int memory_build(struct kvfs_plane *plane) {
     const struct kvfs_plane_config *c = &plane->config;
     plane->uses = calloc(c->records_max + 1, sizeof(*plane->uses)); /* untouched pages cost nothing */
+    /* Slots count to records_max: a rename at the limit has one more. */
+    int made = kvfs_chains_create(c->records_max + 1, c->records_max, &plane->chains);
+    if (made < 0)
+        return fail(made, "no memory for chains of %u blocks", c->records_max);
     if (!plane->uses)
         return fail(-ENOMEM, "no memory for %u segments", c->segment_count);
     for (uint32_t i = 0; i < SHARDS; i++)
@@ -238,6 +242,7 @@ void kvfs_plane_destroy(struct kvfs_plane *plane) {
     arena_free(&plane->reading);
     arena_free(&plane->reading_small);
     events_free(&plane->events);
+    kvfs_chains_destroy(plane->chains);
     free(plane->uses);
     array_free(&plane->array);
     free(plane);

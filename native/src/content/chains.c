@@ -207,16 +207,20 @@ static uint32_t ghost_make(struct kvfs_chains *chains, uint64_t key, uint32_t us
 
 /* ---- changes ---- */
 
+void kvfs_chains_clear(struct kvfs_chains *chains, uint32_t slot) {
+    cut(chains, node_of(chains, slot));
+    kvfs_chains_used(chains, slot);
+}
+
 int kvfs_chains_enter(struct kvfs_chains *chains, uint32_t slot, uint64_t key, uint32_t *use) {
     uint32_t node = node_of(chains, slot);
     assert(key);
-    cut(chains, node); /* whatever was there before */
-    kvfs_chains_used(chains, slot);
     if (!chains->ghosts)
         return 0;
     uint32_t *at = ghost_find(chains, key);
     if (!*at)
         return 0;
+    kvfs_chains_clear(chains, slot);
     *use = chains->memory[*at - 1].use;
     replace(chains, chains->slots + *at, node);
     ghost_remove(chains, at);

@@ -102,7 +102,12 @@ void node_unlease(struct kvfs_plane *plane, struct node *node);
 /* A name was looked up and not found; `hash` is name_hash() of it. */
 uint64_t name_hash(struct kvfs_plane *plane, uint64_t parent, const char *name, size_t size);
 /* A slot of the table has a record now. Its use is that of the slot `before`; NULL: a new record, used now. */
-void use_enter(struct kvfs_plane *plane, uint32_t slot, const uint32_t *before);
+/* A block is in the table, as it was found there; before: it had another slot until now. Within a step. */
+void use_enter(struct kvfs_plane *plane, const struct kvfs_record *block, const struct kvfs_record *before);
+/* It has the name of another, and takes its place in the chain. */
+void use_replace(struct kvfs_plane *plane, const struct kvfs_record *other, const struct kvfs_record *block);
+/* It is there no more: evicted, or removed. */
+void use_leave(struct kvfs_plane *plane, const struct kvfs_record *block, bool evicted);
 void missed_add(struct kvfs_plane *plane, uint64_t hash);
 /* The name is made now, so its look-up was no miss: every kernel looks a name up before it makes one. */
 void missed_made(struct kvfs_plane *plane, uint64_t parent, const char *name);
@@ -444,6 +449,8 @@ struct kvfs_plane {
     struct handle_table handles;
     atomic_uint *uses; /* by table slot: tick of the last use << 8 | hits, which stop at 255 */
     atomic_uint tick;  /* 24 bits */
+    struct kvfs_ages used;      /* uses since they were last taken, by the age before */
+    struct kvfs_chains *chains; /* changed in steps (I4) */
     struct worker_pool store;
     atomic_bool stopping;
     struct counters count;

@@ -73,10 +73,14 @@ static int nameless(struct kvfs_plane *plane, uint64_t inode, bool linger, int (
 static int table_remove(struct kvfs_plane *plane, uint64_t inode, int keep, const void *argument) {
     const enum kvfs_event_reason *reason = argument;
     struct change change;
+    struct kvfs_record before;
     change_look(plane, inode, 0, NULL, 0, &change);
+    bool there = kvfs_table_find_inode(plane->table, inode, &before) == 0;
     int r = kvfs_table_remove(plane->table, inode, keep);
     if (r == 0)
         change_remove(plane, *reason, &change);
+    if (r == 0 && there)
+        use_leave(plane, &before, false);
     return r;
 }
 
@@ -91,15 +95,21 @@ static int table_put(struct kvfs_plane *plane, uint64_t inode, int keep, const v
     int error = kvfs_table_put(plane->table, &to, record_name(record), r.name_size, keep);
     /* A new inode is used now; a renamed one has another slot, and keeps its use. */
     if (error == 0 && kvfs_table_find_inode(plane->table, to.inode, &after) == 0 && !(known && after.slot == before.slot))
-        use_enter(plane, after.slot, known ? &before.slot : NULL);
+        use_enter(plane, &after, known ? &before : NULL);
     if (error == 0)
         change_put(plane, &r, record_name(record), KVFS_REASON_WRITTEN, &change);
     return error;
 }
 
 int kvfs_name_put(struct kvfs_plane *plane, const void *record, uint64_t replaced) {
+    struct kvfs_record to, before, after;
+    record_take(record, &to);
     kvfs_names_begin(plane->names);
+    bool found = replaced && kvfs_table_find_inode(plane->table, replaced, &before) == 0;
     int r = replaced ? nameless(plane, replaced, true, table_put, record) : table_put(plane, 0, 0, record);
+    /* The block of the same name takes the other's place in its chain. */
+    if (r >= 0 && found && kvfs_table_find_inode(plane->table, to.inode, &after) == 0)
+        use_replace(plane, &before, &after);
     kvfs_names_end(plane->names);
     return r;
 }
@@ -153,7 +163,10 @@ static bool evict(struct kvfs_plane *plane, uint64_t inode, bool named) {
     int state = open_state(plane, shard, inode, &node);
     bool goes = state != KVFS_OPEN && state != KVFS_BEING_WRITTEN && (!named || (state != KVFS_LEASED && names_removable(plane->names, inode) == 0));
     if (goes) {
+        struct kvfs_record before;
         change_look(plane, inode, 0, NULL, 0, &change);
+        if (kvfs_table_find_inode(plane->table, inode, &before) == 0)
+            use_leave(plane, &before, named);
         kvfs_table_remove(plane->table, inode, 0);
         change_remove(plane, named ? KVFS_REASON_EVICTED : KVFS_REASON_AWAY, &change);
     }
@@ -183,8 +196,10 @@ void kvfs_blocks_look(struct kvfs_plane *plane, uint32_t segment, const uint64_t
         const struct kvfs_inode_record *record = names_record(plane->names, inodes[i]);
         bool there = kvfs_table_find_inode(plane->table, inodes[i], &at) == 0;
         out[i] = (struct kvfs_look){.inode = inodes[i], .open = (uint8_t)kvfs_inode_is_open(plane, inodes[i])};
-        if (there)
+        if (there) {
             out[i].use = atomic_load_explicit(&plane->uses[at.slot], memory_order_relaxed);
+            out[i].orphan = kvfs_chains_orphans(plane->chains)[at.slot / 64] >> at.slot % 64 & 1;
+        }
         if (record) {
             out[i].pages = (uint32_t)record_pages(record, segment);
             out[i].pages_all = (uint32_t)record_pages(record, UINT32_MAX);

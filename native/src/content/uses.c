@@ -5,15 +5,23 @@
 
 static uint32_t tick_now(struct kvfs_plane *plane) { return atomic_load_explicit(&plane->tick, memory_order_relaxed); }
 
+/* A block with this use is used again. */
+static void use_again(struct kvfs_plane *plane, uint32_t slot, uint32_t use) {
+    uint32_t hits = use & 0xff, tick = tick_now(plane);
+    kvfs_worth_count(&plane->used, tick, &use, 1);
+    atomic_store_explicit(&plane->uses[slot], tick << 8 | (hits < 255 ? hits + 1 : hits), memory_order_relaxed);
+    kvfs_chains_used(plane->chains, slot);
+}
+
 static void use_add(struct kvfs_plane *plane, uint32_t slot) {
-    uint32_t hits = atomic_load_explicit(&plane->uses[slot], memory_order_relaxed) & 0xff;
-    atomic_store_explicit(&plane->uses[slot], tick_now(plane) << 8 | (hits < 255 ? hits + 1 : hits), memory_order_relaxed);
+    use_again(plane, slot, atomic_load_explicit(&plane->uses[slot], memory_order_relaxed));
 }
 
 /* Used now, and no hit. */
 static void use_renew(struct kvfs_plane *plane, uint32_t slot) {
     uint32_t hits = atomic_load_explicit(&plane->uses[slot], memory_order_relaxed) & 0xff;
     atomic_store_explicit(&plane->uses[slot], tick_now(plane) << 8 | hits, memory_order_relaxed);
+    kvfs_chains_used(plane->chains, slot);
 }
 
 /* Hits order eviction, and that is slow. Those of a moment are told together. */
@@ -80,16 +88,56 @@ int kvfs_inode_touch(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t 
 }
 
 void kvfs_segments_weigh(struct kvfs_plane *plane, const struct kvfs_worths *worths, float price, uint32_t tick, struct kvfs_weight *segments,
-                         uint32_t segment_count) {
-    uint32_t count;
-    const uint64_t *places = kvfs_table_places(plane->table, &count);
-    static uint64_t none[1 << 20]; static struct kvfs_ages ages; struct kvfs_weighed blocks = {(const uint32_t *)plane->uses, places, none, count};
-    kvfs_weigh(worths, price, tick, &blocks, segments, segment_count, &ages);
+                         uint32_t segment_count, struct kvfs_ages *ages) {
+    struct kvfs_weighed blocks = {.uses = (const uint32_t *)plane->uses, .orphans = kvfs_chains_orphans(plane->chains)};
+    blocks.places = kvfs_table_places(plane->table, &blocks.count);
+    kvfs_weigh(worths, price, tick, &blocks, segments, segment_count, ages);
+    uint32_t at = 0, count, uses[1024];
+    while ((count = kvfs_chains_ghosts(plane->chains, &at, uses, 1024)))
+        kvfs_worth_count(ages, tick, uses, count);
 }
 
-void use_enter(struct kvfs_plane *plane, uint32_t slot, const uint32_t *before) {
-    uint32_t use = before ? atomic_load_explicit(&plane->uses[*before], memory_order_relaxed) : tick_now(plane) << 8;
-    atomic_store_explicit(&plane->uses[slot], use, memory_order_relaxed);
+void kvfs_used_take(struct kvfs_plane *plane, struct kvfs_ages *out) {
+    for (uint32_t row = 0; row < KVFS_WORTH_CLASSES; row++)
+        for (uint32_t i = 0; i < KVFS_WORTH_AGES; i++)
+            out->counts[row][i] = __atomic_exchange_n(&plane->used.counts[row][i], 0, __ATOMIC_RELAXED);
+}
+
+void kvfs_inode_follow(struct kvfs_plane *plane, uint64_t inode, uint64_t parent) {
+    struct kvfs_record block, before;
+    kvfs_names_begin(plane->names);
+    if (kvfs_table_find_inode(plane->table, inode, &block) == 0 && kvfs_table_find_inode(plane->table, parent, &before) == 0)
+        kvfs_chains_follow(plane->chains, block.slot, before.slot);
+    kvfs_names_end(plane->names);
+}
+
+void kvfs_plane_chains(struct kvfs_plane *plane, struct kvfs_chains_statistics *out) {
+    kvfs_names_begin(plane->names);
+    kvfs_chains_statistics(plane->chains, out);
+    kvfs_names_end(plane->names);
+}
+
+void use_enter(struct kvfs_plane *plane, const struct kvfs_record *block, const struct kvfs_record *before) {
+    uint32_t use = tick_now(plane) << 8, ghost;
+    if (before) {
+        use = atomic_load_explicit(&plane->uses[before->slot], memory_order_relaxed);
+        kvfs_chains_move(plane->chains, before->slot, block->slot);
+    } else {
+        kvfs_chains_clear(plane->chains, block->slot);
+    }
+    atomic_store_explicit(&plane->uses[block->slot], use, memory_order_relaxed);
+    if (block->key_low && kvfs_chains_enter(plane->chains, block->slot, block->key_low, &ghost))
+        use_again(plane, block->slot, ghost);
+}
+
+void use_replace(struct kvfs_plane *plane, const struct kvfs_record *other, const struct kvfs_record *block) {
+    kvfs_chains_move(plane->chains, other->slot, block->slot);
+    kvfs_chains_used(plane->chains, block->slot);
+}
+
+void use_leave(struct kvfs_plane *plane, const struct kvfs_record *block, bool evicted) {
+    uint32_t use = atomic_load_explicit(&plane->uses[block->slot], memory_order_relaxed);
+    kvfs_chains_leave(plane->chains, block->slot, block->key_low, use, evicted);
 }
 
 void kvfs_set_tick(struct kvfs_plane *plane, uint32_t tick) { atomic_store_explicit(&plane->tick, tick & 0xffffff, memory_order_relaxed); }
