@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from kvfs._native import ffi, lib
 from kvfs.errors import KvfsError
@@ -22,6 +22,11 @@ class ChainStatistics:
     returned: int  # ghosts that came back
     forgotten: int
     bytes: int
+
+    @classmethod
+    def of(cls, found: Any) -> Self:
+        """found: a struct kvfs_chains_statistics *."""
+        return cls(found.parents, found.orphans, found.ghosts, found.returned, found.forgotten, found.bytes)
 
 
 class Chains:
@@ -62,9 +67,3 @@ def ghosts_of(chains: Any) -> Iterator[tuple[Any, int]]:
     at, uses = ffi.new("uint32_t *"), ffi.new("uint32_t[]", _GHOSTS_AT_ONCE)
     while count := lib.kvfs_chains_ghosts(chains, at, uses, _GHOSTS_AT_ONCE):
         yield uses, count
-
-
-def statistics_of(chains: Any) -> ChainStatistics:
-    out = ffi.new("struct kvfs_chains_statistics *")
-    lib.kvfs_chains_statistics(chains, out)
-    return ChainStatistics(out.parents, out.orphans, out.ghosts, out.returned, out.forgotten, out.bytes)

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, cast
 import trio
 
 from kvfs._native import ffi, lib
+from kvfs.chains import ChainStatistics
 from kvfs.errors import KvfsError
 from kvfs.frames import Frames
 from kvfs.names import LOOK, Evicted, Leave, Look, Names
@@ -552,6 +553,12 @@ class Plane:
     def inode_follow(self, inode: int, parent: int) -> None:
         """The block is the one behind `parent` in its chain. Inodes that are not there are passed over."""
         lib.kvfs_inode_follow(self._plane, inode, parent)
+
+    def chains(self) -> ChainStatistics:
+        """Of blocks whose parents are known, and of ghosts."""
+        out = ffi.new("struct kvfs_chains_statistics *")
+        lib.kvfs_plane_chains(self._plane, out)
+        return ChainStatistics.of(out)
 
     def tick(self, tick: int) -> None:
         """The time of uses from now on; 24 bits."""

@@ -125,8 +125,9 @@ class Flags(IntFlag):
     """enum wire_flag."""
 
     TABLE = 1
-    PARENTS = 2
+    HASHES = 2
     LONG = 4
+    PARENTS = 8
 
 
 class Violation(Exception):
@@ -505,7 +506,7 @@ class _Connection:
             raise Violation(f"a frame of type {kind} that ends too early: {len(payload)} bytes") from error
 
     async def reserve(self, payload: bytes) -> bytes:
-        base, space, count, flags, at = _where(payload, Flags.TABLE | Flags.PARENTS)
+        base, space, count, flags, at = _where(payload, Flags.TABLE | Flags.HASHES | Flags.PARENTS)
         if flags & Flags.TABLE:
             table, at = _table(payload, at)
             items = memoryview(payload)[at:]

@@ -411,10 +411,9 @@ static void test_paths_that_cannot_be(void) {
     daemon_stop(false);
 }
 
-/* Each block's frame says which one is before it, by a hash of that one's path. */
+/* Each block's item says which one is before it: by its place in the request, or by the inode number of one that is there. Others are not known. */
 static void test_parents(void) {
     static struct named n;
-    static const char *above[] = {"ff/ff", "6b/6b", ""};
     char key[4] = "kab", path[20] = "6b/6b";
     uint32_t sizes[3] = {1, 1, 0};
     struct kvfs_keys parents = {"\xffk", sizes, 3, 0};
@@ -427,12 +426,14 @@ static void test_parents(void) {
         named_add(&n, key + i, 1);
         vectors[i] = (struct kvfs_vector){.pieces = &n.buffers[i], .count = 1};
     }
-    memset(d.parents, 0, sizeof(d.parents));
+    memset(d.parents, 0xff, sizeof(d.parents));
     CHECK_SAY(kvfs_put_vectors(client, &n.keys, vectors, &options, n.results) == 3, "%s", kvfs_error());
-    for (uint32_t i = 0; i < 3; i++)
-        CHECK(d.parents[i] == (!*above[i] ? 0 : kvfs_checksum(above[i], strlen(above[i]), SECRET)));
+    CHECK(d.parents[0] == 0 && d.parents[1] == (WIRE_ITEM | 0) && d.parents[2] == 0);
+    struct kvfs_record before;
+    CHECK(kvfs_table_find_name(d.table, shard_inode("6b"), "6b", 2, &before) == 0);
     parents = (struct kvfs_keys){path, (uint32_t[]){5, 0, 0}, 3, KVFS_PATHS};
-    CHECK(kvfs_put_vectors(client, &n.keys, vectors, &options, n.results) == 3 && d.parents[0] == kvfs_checksum(path, 5, SECRET));
+    CHECK(kvfs_put_vectors(client, &n.keys, vectors, &options, n.results) == 3 && d.parents[1] == 0);
+    CHECK(d.parents[0] == before.inode);
     parents.data = "a//bc";
     CHECK(kvfs_put_vectors(client, &n.keys, vectors, &options, n.results) == -EINVAL && says("path 'a//bc'"));
     kvfs_close(client);

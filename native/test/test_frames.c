@@ -538,9 +538,9 @@ static void test_frames_of_any_bytes(void) {
     uint32_t good = 0, keys[4] = {1, 2, 3, 4};
     for (int i = 0; i < 300000; i++) {
         static const uint32_t types[] = {WIRE_RESERVE, WIRE_DELETE, WIRE_COMMIT};
-        uint32_t type = types[rand() % 3], flags = rand() % 2 ? 0 : (uint32_t)rand() % 4, count = rand() % 8 ? 4 : (uint32_t)rand();
+        uint32_t type = types[rand() % 3], flags = rand() % 2 ? 0 : (uint32_t)rand() % 16, count = rand() % 8 ? 4 : (uint32_t)rand();
         uint64_t size = items_make(bytes, keys, 4, 1000);
-        if (type == WIRE_RESERVE && flags & WIRE_PARENTS)
+        if (type == WIRE_RESERVE && flags & (WIRE_PARENTS | WIRE_HASHES))
             for (uint32_t k = size = 0; k < 4; k++, size += 32) {
                 memcpy(bytes + size, &(struct wire_reserve){1000, 8, k * (flags & WIRE_TABLE)}, 16);
                 memset(bytes + size + 16, rand(), 8);

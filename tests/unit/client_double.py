@@ -22,7 +22,7 @@ from kvfs.record import Inode
 from kvfs.types import SegmentIndex
 
 PAGE = 4096
-TABLE, PARENTS, LONG = 1, 2, 4
+TABLE, HASHES, LONG, PARENTS = 1, 2, 4, 8
 HELLO, DESCRIPTORS, RESERVE, COMMIT, DELETE, LIST, LOOKUP, BAD_BLOCK, HITS, REPORT, CLOSE, LEASE, RELEASE = range(1, 14)
 EVENTS, TOUCH = 14, 15
 FRAME = struct.Struct("<IHHiI")

@@ -388,7 +388,7 @@ ITEM = struct.pack("<QII", 4096, len(NAME), 0) + padded(NAME)
         (RESERVE, where(1, b"", 1) + struct.pack("<QII", 1, 256, 0) + b"ab" * 128),
         (RESERVE, where(1, b"", 1) + struct.pack("<QII", 1, (1 << 32) - 1, 0) + b"ab" * 128),
         (RESERVE, where(1, b"", 1) + struct.pack("<QII", 1, 2, 9) + b"ab".ljust(8)),
-        (RESERVE, where(1, b"", 1, 8) + ITEM),
+        (RESERVE, where(1, b"", 1, 16) + ITEM),
         (RESERVE, where(1, b"", 1, LONG) + ITEM),
         (RESERVE, where(1, b"", 1, PARENTS) + ITEM),
         (RESERVE, where(1, b"", 1, TABLE) + ITEM),

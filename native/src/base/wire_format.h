@@ -11,8 +11,8 @@
 
 #include "kvfs_format.h"
 
-#define KVFS_WIRE_VERSION 4            /* format 2 came with it: a library that knows format 1 cannot read its blocks */
-#define KVFS_WIRE_OLDEST 4             /* spoken too, by both sides: an upgrade of either leaves the other at work */
+#define KVFS_WIRE_VERSION 5            /* RESERVE names the block before by its number */
+#define KVFS_WIRE_OLDEST 4             /* format 2 came with it: a library that knows format 1 cannot read its blocks. Spoken too, by both sides: an upgrade of either leaves the other at work */
 #define KVFS_WIRE_SIZE_MAX (16u << 20) /* of a payload */
 #define KVFS_WIRE_FDS_MAX 128          /* in one frame */
 #define KVFS_WIRE_ITEMS_MAX 4096       /* in one request */
@@ -81,8 +81,9 @@ static_assert(sizeof(struct wire_welcome) == 80, "wire");
 
 enum wire_flag {
     WIRE_TABLE = 1,   /* RESERVE, DELETE: directories come before the items, and each item is in one of them */
-    WIRE_PARENTS = 2, /* RESERVE: each item names the block before it */
-    WIRE_LONG = 4     /* LIST: keys of more than 127 bytes, too */
+    WIRE_HASHES = 2,  /* RESERVE, of version 4: each item has a uint64_t that says nothing here */
+    WIRE_LONG = 4,    /* LIST: keys of more than 127 bytes, too */
+    WIRE_PARENTS = 8  /* RESERVE: each item names the block before it */
 };
 /* RESERVE, DELETE, LIST: whose names. Then space_size bytes of namespace path. With WIRE_TABLE uint64_t count, 1 to KVFS_WIRE_DIRECTORIES_MAX, and
  * so many directories like LIST's keys: paths below the namespace, of at most 1023 bytes. An empty one is the namespace itself. Then come the items;
@@ -97,9 +98,10 @@ struct wire_where {
 };
 static_assert(sizeof(struct wire_where) == 16, "wire");
 
-/* RESERVE item: this; with WIRE_PARENTS uint64_t, a hash of the block before this one in its chain, 0: there is none; then name_size bytes. The hash
- * is XXH3 (64 bits) of the path below the namespace that a block has in the mount, seeded with the pool's secret. The daemon can so make it of the
- * name of each block that it knows, and it stays the same when a block is stored again. The daemon keeps nothing of it yet. */
+/* RESERVE item: this; with WIRE_PARENTS uint64_t parent; then name_size bytes. parent: the block before this one in its chain, 0: there is none, or it
+ * is not known. It is an inode number, or WIRE_ITEM and the number of an item before it in this request, from 0 on. It is a hint about the item's own
+ * block: nothing else follows from it. */
+#define WIRE_ITEM (UINT64_C(1) << 63)
 struct wire_reserve {
     uint64_t size;
     uint32_t name_size;

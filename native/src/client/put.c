@@ -36,9 +36,20 @@ static void call_fail(struct put_call *call, int error) {
     call->next = call->count;
 }
 
+/* As a request for the call's blocks from `first` on has it, in which the block's own item is number i - first. */
+static uint64_t parent_of(const struct put_call *call, uint32_t first, uint32_t i) {
+    const struct put_block *block = &call->blocks[i];
+    const struct chain *chain = &call->chain[block->index];
+    if (!chain->behind_last)
+        return chain->parent;
+    if (i > first && block[-1].index + 1 == block->index)
+        return WIRE_ITEM | (i - first - 1);
+    return chain[-1].inode;
+}
+
 static int window_request(const struct put_call *call, uint32_t first, uint32_t count, struct message_buffer *out) {
     struct names_request request;
-    uint32_t flags = call->parents ? WIRE_PARENTS : 0;
+    uint32_t flags = call->chain && call->connection->version >= 5 ? WIRE_PARENTS : 0;
     for (uint32_t i = first; i < first + count; i++)
         flags |= key_is_short(call->kind, call->blocks[i].key_size) ? 0 : WIRE_TABLE;
     int r = 0;
@@ -52,8 +63,10 @@ static int window_request(const struct put_call *call, uint32_t first, uint32_t 
         assert(directory >= 0);
         struct wire_reserve item = {.size = block->size, .name_size = file.path_size - file.name_at, .directory = (uint32_t)directory};
         message_append(&request.items, &item, sizeof(item));
-        if (flags & WIRE_PARENTS)
-            message_append(&request.items, &call->parents[block->index], sizeof(call->parents[0]));
+        if (flags & WIRE_PARENTS) {
+            uint64_t parent = parent_of(call, first, i);
+            message_append(&request.items, &parent, sizeof(parent));
+        }
         message_append(&request.items, file.path + file.name_at, item.name_size);
     }
     names_end(&request, call->client, count, out);
@@ -148,6 +161,8 @@ static void window_open(struct put_call *call, struct window *window) {
                                       .reserved = reserved,
                                       .body = window->reply + at + sizeof(reserved)};
             window->items[window->item_count++] = item;
+            if (call->chain)
+                memcpy(&call->chain[block->index].inode, item_record(item) + offsetof(struct kvfs_inode_record, inode), sizeof(uint64_t));
         } else if (reserved.error == 0) {
             r = client_fail(-ENOMEM, "no memory for a batch of %u", window->count);
         }
@@ -415,6 +430,8 @@ static int blocks_filter(struct put_call *call, struct put_block *blocks) {
             continue;
         }
         call->results[blocks[i].index] = -EEXIST;
+        if (call->chain)
+            call->chain[blocks[i].index].inode = record.inode;
         client_hit(call->client, call->connection, &record);
     }
     TALLY(call->client, lookups, call->count);
@@ -422,21 +439,25 @@ static int blocks_filter(struct put_call *call, struct put_block *blocks) {
     return 0;
 }
 
-/* A hash of the key before each block's, as wire_format.h has it. */
-static int parents_make(struct put_call *call, const struct kvfs_keys *parents) {
-    call->parents = calloc(parents->count + 1, sizeof(*call->parents));
-    if (!call->parents)
+/* The block before each one: the last in this call, or one that is there. Others are not known. */
+static int chain_make(struct put_call *call, const struct kvfs_keys *keys, const struct kvfs_keys *parents) {
+    call->chain = calloc(parents->count + 1, sizeof(*call->chain));
+    if (!call->chain)
         return client_fail(-ENOMEM, "no memory for a batch of %u", parents->count);
+    struct shards shards = {0};
     const uint8_t *key = parents->data;
     for (uint32_t i = 0; i < parents->count; key += parents->sizes[i++]) {
-        struct key_file file;
         if (parents->sizes[i] == 0)
             continue;
         int r = key_check(parents->kind, key, parents->sizes[i]);
         if (r < 0)
             return r;
-        key_file(parents->kind, key, parents->sizes[i], &file);
-        call->parents[i] = kvfs_checksum(file.path, file.path_size, call->connection->array.geometry.secret);
+        const struct put_block *last = i ? &call->blocks[i - 1] : NULL;
+        call->chain[i].behind_last =
+            last && parents->kind == keys->kind && last->key_size == parents->sizes[i] && memcmp(last->key, key, last->key_size) == 0;
+        struct kvfs_record record;
+        if (!call->chain[i].behind_last && key_find(call->client, call->connection, &shards, parents->kind, key, parents->sizes[i], &record) == 0)
+            call->chain[i].parent = record.flags & KVFS_INODE_FOREIGN ? 0 : record.inode;
     }
     return 0;
 }
@@ -471,7 +492,7 @@ int kvfs_put_vectors(struct kvfs_client *client, const struct kvfs_keys *keys, c
     for (uint32_t i = 0; i < keys->count && r == 0; i++)
         r = pieces_check(client, &blocks[i]);
     if (r == 0 && o.parents)
-        r = parents_make(&call, o.parents);
+        r = chain_make(&call, keys, o.parents);
     if (r == 0 && o.flags & KVFS_IF_ABSENT)
         r = blocks_filter(&call, blocks);
     if (r == 0) {
@@ -487,7 +508,7 @@ int kvfs_put_vectors(struct kvfs_client *client, const struct kvfs_keys *keys, c
         r = call.error;
     }
     connection_put(call.connection);
-    free(call.parents);
+    free(call.chain);
     free(blocks);
     return r < 0 ? r : (int)call.stored;
 }

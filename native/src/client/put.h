@@ -57,12 +57,19 @@ struct put_block {
     uint32_t index; /* of its key, and of its result */
 };
 
+/* Where a block stands in its chain. */
+struct chain {
+    uint64_t inode;   /* of the block, once it is known */
+    uint64_t parent;  /* that of the block before it; 0: unknown, or none */
+    bool behind_last; /* that block is the one before it in the call */
+};
+
 struct put_call {
     struct kvfs_client *client;
     struct connection *connection;
     struct lane *lane;
     const struct put_block *blocks;
-    uint64_t *parents; /* of each key a hash of the one before it; or NULL */
+    struct chain *chain; /* by the index of its key; or NULL */
     int64_t *results;
     uint32_t kind;        /* of its keys */
     uint32_t count, next; /* blocks; those not yet asked for begin with next */
@@ -83,6 +90,8 @@ int put_options_take(const struct kvfs_put_options *given, const struct kvfs_key
 
 /* ---- client/put_block.c ---- */
 
+/* The inode record that the daemon gave it. */
+const uint8_t *item_record(const struct put_item *item);
 /* Check what the daemon says of a block, and make what goes to the devices. */
 int item_prepare(struct put_item *item);
 /* Queue its writes. */

@@ -66,7 +66,7 @@ static int item_io(struct put_item *item, const struct wire_run *run, uint32_t p
 
 /* The daemon's reply about a block: runs, then the record with its extents, then ancestors. */
 static const struct wire_run *runs_of(const struct put_item *item) { return (const struct wire_run *)(const void *)item->body; }
-static const uint8_t *record_of(const struct put_item *item) { return item->body + item->reserved.run_count * sizeof(struct wire_run); }
+const uint8_t *item_record(const struct put_item *item) { return item->body + item->reserved.run_count * sizeof(struct wire_run); }
 /* Run 0 needs no extent header: its page is the last one's. */
 static uint8_t *tail_of(const struct put_item *item) { return item->side + (item->reserved.run_count - 1) * PAGE; }
 
@@ -160,7 +160,7 @@ int item_prepare(struct put_item *item) {
     struct kvfs_array *array = &connection->array;
     const struct wire_reserved *w = &item->reserved;
     const struct wire_run *runs = runs_of(item);
-    const uint8_t *record_at = record_of(item), *ancestors = record_at + round_up(w->record_size, 8);
+    const uint8_t *record_at = item_record(item), *ancestors = record_at + round_up(w->record_size, 8);
     uint32_t leaf_count = (uint32_t)pages_of(item->size);
     struct kvfs_inode_record record;
     memcpy(&record, record_at, sizeof(record));

@@ -18,7 +18,7 @@ struct link {
 };
 
 struct ghost {
-    uint64_t key; /* 0: none */
+    uint64_t key;       /* 0: none */
     uint32_t use, next; /* in its bucket, as number of a ghost, from 1 on */
 };
 

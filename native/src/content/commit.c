@@ -89,6 +89,8 @@ static int enter(struct kvfs_plane *plane, struct commit *frame, struct reservat
     if (r < 0)
         return r;
     reservation->record = NULL;
+    if (reservation->parent)
+        kvfs_inode_follow(plane, block->inode, reservation->parent);
     if (raised || reservation->moves != frame->told.moves) /* its header is not all of the truth */
         place_note(plane->names, segment, KVFS_NOTE_DIRTY | KVFS_NOTE_GONE);
     frame->told.durable |= raised;

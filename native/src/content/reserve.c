@@ -13,13 +13,14 @@ struct reserve {
     uint64_t at; /* the next item */
     uint32_t flags, count, done, uid;
     struct kvfs_shard shards[KVFS_SHARDS];
+    uint64_t *inodes;            /* of its items that have one, where items name others */
     struct reservation *pending; /* charged; it waits for a place */
     uint8_t *answer, *ancestors;
     uint64_t capacity, ancestors_size, ancestors_capacity;
     struct link made;
 };
 struct item {
-    uint64_t size, end;
+    uint64_t size, end, parent;
     const char *name;
     uint32_t name_size;
     const struct kvfs_shard *shard;
@@ -65,7 +66,16 @@ static int commit_check(const uint8_t *items, uint64_t size, uint32_t count) {
 
 /* The parts of an item of RESERVE or DELETE before its name. */
 static uint64_t item_head(uint32_t type, uint32_t flags) {
-    return type == WIRE_RESERVE ? sizeof(struct wire_reserve) + (flags & WIRE_PARENTS ? sizeof(uint64_t) : 0) : sizeof(struct wire_delete);
+    return type == WIRE_RESERVE ? sizeof(struct wire_reserve) + (flags & (WIRE_PARENTS | WIRE_HASHES) ? sizeof(uint64_t) : 0)
+                                : sizeof(struct wire_delete);
+}
+
+/* As the item names the block before it. */
+static uint64_t item_parent(uint32_t flags, const uint8_t *item) {
+    uint64_t parent = 0;
+    if (flags & WIRE_PARENTS)
+        memcpy(&parent, item + sizeof(struct wire_reserve), sizeof(parent));
+    return parent;
 }
 
 static_assert(KVFS_SHARDS == KVFS_WIRE_DIRECTORIES_MAX, "one number for both");
@@ -87,6 +97,9 @@ int kvfs_frame_check(uint32_t type, uint32_t flags, const void *data, uint64_t s
         static_assert(offsetof(struct wire_reserve, name_size) == 8 && offsetof(struct wire_reserve, directory) == 12,
                       "as wire_delete, behind a size");
         memcpy(&named, items + at + (type == WIRE_RESERVE ? sizeof(uint64_t) : 0), sizeof(named));
+        uint64_t parent = type == WIRE_RESERVE ? item_parent(flags, items + at) : 0;
+        if (parent & WIRE_ITEM && parent >= (WIRE_ITEM | i))
+            return -EINVAL;
         at += head;
         if (named.name_size > KVFS_NAME_MAX || size - at < round_up(named.name_size, 8))
             return -EINVAL;
@@ -149,8 +162,10 @@ static struct item item_read(const struct reserve *frame) {
     memcpy(&head, frame->items + frame->at, sizeof(head));
     uint64_t name_at = frame->at + item_head(WIRE_RESERVE, frame->flags);
     const uint8_t *name = frame->items + name_at;
+    uint64_t parent = item_parent(frame->flags, frame->items + frame->at);
     return (struct item){.size = head.size,
                          .end = name_at + round_up(head.name_size, 8),
+                         .parent = parent & WIRE_ITEM ? frame->inodes[parent & ~WIRE_ITEM] : parent,
                          .name = (const char *)name,
                          .name_size = head.name_size,
                          .shard = &frame->shards[frame_shard(frame->flags, head.directory, name)]};
@@ -177,6 +192,7 @@ static struct reservation *reservation_new(const struct reserve *frame, const st
     record->nlink = 1;
     memcpy(record + 1, item->name, item->name_size);
     made->record = record;
+    made->parent = item->parent;
     made->holder = frame->holder;
     made->moves = frame->told.moves;
     return made;
@@ -204,6 +220,8 @@ static void item_finish(struct kvfs_plane *plane, struct reserve *frame, const s
     memcpy(made->runs, runs, run_count * sizeof(*runs));
     made->run_count = run_count;
     record->inode = kvfs_names_next_inode(plane->names);
+    if (frame->inodes)
+        frame->inodes[frame->done] = record->inode;
     record->version = version_begin(plane->names, &made->version);
     record->mtime_ns = record->ctime_ns = record->atime_ns = time_now();
     record->generation = runs[0].generation;
@@ -324,7 +342,11 @@ struct kvfs_reserve *kvfs_reserve_begin(struct kvfs_holder *holder, uint32_t fla
     frame->uid = uid;
     memcpy(frame->shards, shards, sizeof(frame->shards));
     link_init(&frame->made);
-    if (!grow(&frame->answer, &frame->capacity, count * (uint64_t)sizeof(struct wire_reserved) * 16 + 1)) {
+    if (flags & WIRE_PARENTS)
+        frame->inodes = calloc(count + 1, sizeof(*frame->inodes));
+    bool made = !(flags & WIRE_PARENTS) || frame->inodes;
+    if (!made || !grow(&frame->answer, &frame->capacity, count * (uint64_t)sizeof(struct wire_reserved) * 16 + 1)) {
+        free(frame->inodes);
         free(frame);
         return NULL;
     }
@@ -374,6 +396,7 @@ void kvfs_reserve_finish(struct kvfs_plane *plane, struct kvfs_reserve *told, ui
 void kvfs_reserve_end(struct kvfs_plane *plane, struct kvfs_reserve *told) {
     struct reserve *frame = (struct reserve *)(void *)told;
     kvfs_reserve_finish(plane, told, 0);
+    free(frame->inodes);
     free(frame->answer);
     free(frame->ancestors);
     free(frame);
