@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,39 +16,46 @@ from kvfs.errors import DeviceError, NoSpaceError
 from kvfs.record import Kind
 from kvfs.store.eviction import CARRY_SHARE, TICKS_PER_POOL, LeastLoss, Lost, worth_copying
 from kvfs.store.fsck import fsck
+from kvfs.store.learning import Learner
 from kvfs.store.segment import State
 from kvfs.store.store import Store
-from kvfs.worth import AGES, TICK_MASK, Use, Weights, class_of
+from kvfs.worth import AGES, TICK_MASK, WORTH_CLASSES, Use, Weights, Worths, class_of
 
 # Sparse: 32 MiB have 8,192 leaves, so a header of this many pages and no data.
 BIG, HEADER_PAGES = 32 << 20, 18
 
 
 def losses(
-    policy: LeastLoss, segments: dict[int, list[Use]], tick: int, budget: float = 1.0, dead: Sequence[int] = ()
+    policy: LeastLoss,
+    segments: dict[int, list[tuple[int, int]]],
+    tick: int,
+    budget: float = 1.0,
+    dead: Sequence[int] = (),
 ) -> dict[int, float]:
     """The loss of each segment of equal blocks by the page of its room. dead: segments that are half empty."""
     blocks = [(segment, use) for segment, uses in segments.items() for use in uses]
     weights = Weights(max(segments) + 1)
     words = ffi.new("uint32_t[]", [(used & TICK_MASK) << 8 | hits for _, (used, hits) in blocks])
     places = ffi.new("uint64_t[]", [segment | 1 << 32 for segment, _ in blocks])
-    weights.weigh(policy.worths(), policy.price(budget), tick, words, places, len(blocks))
+    orphans = ffi.new("uint64_t[]", len(blocks) // 64 + 1)
+    weighed = ffi.new("struct kvfs_weighed *", [words, places, orphans, len(blocks)])
+    weights.weigh(policy.worths(), policy.price(budget), tick, weighed)
     by_page = weights.by_page()
     return {segment: (by_page[segment] or 0.0) * (0.5 if segment in dead else 1.0) for segment in segments}
 
 
-def choose(policy: LeastLoss, segments: dict[int, list[Use]], tick: int, budget: float = 1.0) -> int:
+def choose(policy: LeastLoss, segments: dict[int, list[tuple[int, int]]], tick: int, budget: float = 1.0) -> int:
     lost = losses(policy, segments, tick, budget)
     return min(segments, key=lost.__getitem__)
 
 
-def carry(policy: LeastLoss, uses: list[Use], budget: float, tick: int) -> list[int]:
+def carry(policy: LeastLoss, uses: list[tuple[int, int]], budget: float, tick: int) -> list[int]:
     return worth_copying(policy.worths().of(uses, tick), policy.price(budget))
 
 
-def lose(policy: LeastLoss, count: int = 200, uses: Sequence[Use] = ((0, 0),) * 10) -> LeastLoss:
+def lose(policy: LeastLoss, count: int = 200, uses: Sequence[tuple[int, int]] = ((0, 0),) * 10) -> LeastLoss:
     for _ in range(count):
-        policy.gone(Lost(uses, 1.0), 1000)
+        policy.gone(Lost([Use(*use) for use in uses], [False] * len(uses), 1.0), 1000)
     return policy
 
 
@@ -55,12 +63,11 @@ def test_the_segment_whose_blocks_were_not_used_for_longest_goes() -> None:
     assert choose(LeastLoss(), {1: [(500, 0)] * 4, 2: [(100, 0)] * 4, 3: [(900, 0)] * 4}, 1000) == 2
 
 
-def test_opens_count_and_dead_pages_are_free() -> None:
-    assert choose(LeastLoss(), {1: [(100, 2)] * 4, 2: [(100, 0)] * 4}, 1000) == 2
+def test_dead_pages_are_free() -> None:
     lost = losses(LeastLoss(), {1: [(100, 0)] * 2, 2: [(100, 0)] * 4}, 1000, dead=[1])
     assert lost[1] == pytest.approx(lost[2] / 2)
     weights = Weights(2)
-    weights.weigh(LeastLoss().worths(), 1.0, 5, ffi.NULL, ffi.NULL, 0)
+    weights.weigh(LeastLoss().worths(), 1.0, 5, ffi.new("struct kvfs_weighed *"))
     assert weights.by_page() == [None, None]
 
 
@@ -70,21 +77,42 @@ def test_the_clock_goes_round() -> None:
     assert choose(LeastLoss(), {1: [(1001, 0)] * 4, 2: [(990, 0)] * 4}, 1000) == 2
 
 
-def test_a_table_of_worths_is_the_curve_that_it_was_made_of() -> None:
-    worths = LeastLoss().worths()
-    uses = [(1 << 20, hits) for hits in (0, 1, 2, 3, 100)]
-    for age in (0, 3, 5, 100, 1023, 40_000):
-        found = worths.of(uses, (1 << 20) + age)
-        assert found[0] == pytest.approx((age + 20) ** -1.5, rel=0.03)
-        assert found[0] < found[1] < found[2] <= found[3] == found[4] <= 7.0001 * found[0]
-    assert worths.of([], 5) == []
+def test_classes_and_ages_of_a_table() -> None:
     assert [class_of(hits) for hits in (0, 1, 2, 3, 4, 5, 8, 9, 19, 20, 255)] == [0, 1, 2, 3, 3, 4, 4, 5, 5, 6, 6]
     assert AGES[:5] == (0, 1, 2, 3, 4) and AGES[-1] == (TICK_MASK + 1) // 2
+    worths = Worths([[float(age) for age in AGES]] * WORTH_CLASSES, 0.25)
+    uses = [(1 << 20, hits) for hits in (0, 1, 2, 3, 100)]
+    for age in (0, 3, 5, 100, 1023, 40_000):
+        assert worths.of(uses, (1 << 20) + age) == pytest.approx([age] * 5)
+        assert worths.of(uses, (1 << 20) + age, [True] * 5) == pytest.approx([age / 4] * 5)
+    assert worths.of([], 5) == []
+
+
+def test_before_anything_is_learnt_older_blocks_are_worth_less() -> None:
+    worths = LeastLoss().worths()
+    some = [worths.of([(0, hits)], age)[0] for hits in (0, 3, 20) for age in (0, 10, 100, 1000, 10_000)]
+    assert some[:5] == sorted(some[:5], reverse=True) and some[:5] == some[5:10] == some[10:]
+
+
+def test_worths_are_learnt_from_uses_and_from_time_without_one() -> None:
+    """Blocks of one hit are used again after 300 ticks, others never: at that age they are worth the most."""
+    learner = Learner()
+    used, there = [[0.0] * len(AGES) for _ in range(WORTH_CLASSES)], [[0.0] * len(AGES) for _ in range(WORTH_CLASSES)]
+    at = bisect.bisect_right(AGES, 300) - 1
+    used[1][at] = 1000
+    for i in range(len(AGES)):
+        there[0][i] = there[1][i] = 10 if i <= at + 1 else 0
+    for _ in range(50):
+        learner.learn(used, there, 4)
+    values = learner.values()
+    assert values[1][at] > 20 * values[0][at] and values[1][at] > 3 * values[1][0] > 3 * values[0][0]
+    # An octave before it takes 150 ticks to come there; others are worth what all are.
+    assert values[1][at] > values[1][at - 4] > 5 * values[0][at - 4] and values[5][at] > values[0][at]
 
 
 def test_what_can_be_copied_is_not_what_a_segment_is_worth() -> None:
     """A segment with one hot block and else old ones goes before one in which everything is somewhat younger."""
-    some: dict[int, list[Use]] = {1: [(990, 3)] + [(100, 0)] * 9, 2: [(400, 0)] * 10}
+    some: dict[int, list[tuple[int, int]]] = {1: [(990, 3)] + [(100, 0)] * 9, 2: [(400, 0)] * 10}
     assert choose(lose(LeastLoss()), some, 1000, budget=5.0) == 1
     # Without a budget the hot one would be lost.
     assert choose(lose(LeastLoss()), some, 1000, budget=0.0) == 2
@@ -102,18 +130,6 @@ def test_what_is_worth_a_copy_is_carried_the_best_first_and_heads_before_tails()
 def test_the_first_segment_that_goes_sets_the_price_of_a_copy() -> None:
     policy = lose(LeastLoss(), 1, [(500, 0)] * 10)
     assert carry(policy, [(500, 0), (990, 0), (600, 0)], 10.0, 1000) == [1]
-
-
-def test_what_hits_say_is_learnt_within_bounds() -> None:
-    """Where every block is opened once and never again, a hit must not keep one for long."""
-    policy = LeastLoss()
-    some: dict[int, list[Use]] = {1: [(500, 1)] * 4, 2: [(600, 0)] * 4}
-    assert choose(policy, some, 1000) == 2
-    lose(policy, 100, [(500, 1)] * 100)
-    assert choose(policy, some, 1000) == 1
-    # And where those that were hit are always hit again, there is an end to what that counts.
-    lose(policy, 100, [(500, 0)] * 99 + [(500, 200)])
-    assert choose(policy, {1: [(100, 200)] * 4, 2: [(900, 0)] * 4}, 1000) == 1
 
 
 def test_writing_more_than_the_pool_holds_evicts(tmp_path: Path) -> None:
