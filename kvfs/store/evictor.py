@@ -433,7 +433,8 @@ class Evictor:
     def _uses(self, looks: Sequence[Look], groups: dict[InodeNumber, Group]) -> list[Use]:
         """The uses of each, or of the best in its group."""
         return [
-            Use(*groups[look.inode].use) if look.inode in groups else Use(look.use >> 8, look.use & 0xFF) for look in looks
+            Use(*groups[look.inode].use) if look.inode in groups else Use(look.use >> 8, look.use & 0xFF)
+            for look in looks
         ]  # fmt: skip
 
     def _worth_keeping(self, blocks: Sequence[Look], groups: dict[InodeNumber, Group], segment: Segment) -> list[Look]:

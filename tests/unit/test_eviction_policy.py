@@ -107,7 +107,7 @@ def test_worths_are_learnt_from_uses_and_from_time_without_one() -> None:
     values = learner.values()
     assert values[1][at] > 20 * values[0][at] and values[1][at] > 3 * values[1][0] > 3 * values[0][0]
     # An octave before it takes 150 ticks to come there; others are worth what all are.
-    assert values[1][at] > values[1][at - 4] > 5 * values[0][at - 4] and values[5][at] > values[0][at]
+    assert values[1][at] > values[1][at - 4] > 1.5 * values[0][at - 4] and values[5][at] > values[0][at]
 
 
 def test_what_can_be_copied_is_not_what_a_segment_is_worth() -> None:
