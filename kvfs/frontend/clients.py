@@ -42,7 +42,7 @@ _Path = Sequence[bytes]  # its parts
 
 MAGIC = b"KVFSCLI1"
 # The versions of the protocol that are served, the daemon's own last.
-VERSIONS = (4,)
+VERSIONS = (4, 5)
 CLIENTS_MAX = 1024
 ITEMS_MAX = 4096
 DIRECTORIES_MAX = 256

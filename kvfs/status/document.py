@@ -183,7 +183,7 @@ def live_counters(store: Store, clients: Clients) -> dict[str, int]:
     """The counters of the data plane, of the store and of native clients, by name."""
     numbers = store.statistics()
     eviction, segments, reservations, leases = numbers.eviction, numbers.segments, numbers.reservations, numbers.leases
-    native = clients.counters()
+    native, chains = clients.counters(), store.plane.chains()
     return {
         **_asked(store.plane.statistics(), native),
         "evicted_segments": eviction.segments,
@@ -191,6 +191,10 @@ def live_counters(store: Store, clients: Clients) -> dict[str, int]:
         "evicted_bytes": eviction.bytes,
         "carried_blocks": eviction.carried_blocks,
         "carried_bytes": eviction.carried_pages * PAGE_SIZE,
+        "parents_known": chains.parents,
+        "orphans": chains.orphans,
+        "ghosts": chains.ghosts,
+        "ghosts_returned": chains.returned,
         "bad_blocks": numbers.bad_blocks,
         "sealed_blocks": numbers.sealed,
         "seal_retries": numbers.seal_retries,

@@ -44,6 +44,8 @@ GAUGES = {
     "reserved_bytes": "Bytes of those.",
     "leases_open": "Leases of native clients in force.",
     "leased_clients": "Native clients that have any.",
+    "parents_known": "Blocks whose parent in their chain is known.",
+    "ghosts": "Evicted blocks that are remembered.",
     "leased_blocks": "Blocks that leases keep from eviction.",
     "leased_bytes": "Bytes of those.",
 }
@@ -80,6 +82,8 @@ COUNTERS = {
     "evicted_bytes": "Bytes of blocks evicted.",
     "carried_blocks": "Blocks that eviction carried over to other segments.",
     "carried_bytes": "Bytes of those.",
+    "orphans": "Blocks whose parent in their chain went.",
+    "ghosts_returned": "Evicted blocks that were stored again while they were remembered.",
     "bad_blocks": "Blocks dropped because their content was damaged.",
     "sealed_blocks": "Files sealed into blocks.",
     "seal_retries": "Seals that had to be written once more, elsewhere.",

@@ -166,6 +166,9 @@ def render_status(status: Json) -> str:
             f"  evicted {number(counters, 'evicted_blocks'):.0f} blocks in "
             f"{number(counters, 'evicted_segments'):.0f} segments, "
             f"carried over {number(counters, 'carried_blocks'):.0f}; dropped bad {number(counters, 'bad_blocks'):.0f}",
+            f"  parents known of {number(counters, 'parents_known'):.0f} blocks, "
+            f"{number(counters, 'orphans'):.0f} became orphans; {number(counters, 'ghosts'):.0f} evicted blocks "
+            f"remembered, {number(counters, 'ghosts_returned'):.0f} came back",
             *_native_line(counters),
         ]
     errors = (
