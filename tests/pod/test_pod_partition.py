@@ -80,7 +80,8 @@ def test_an_engine_that_one_node_cannot_reach(pod: Pod, network: Network) -> Non
         assert "redis" in fresh(b)
         # Once it gives no more sign of life, it is not waited for.
         wait_until(lambda: not fresh(a), "news of all who live", timeout_s=20)
-        assert not (a.mount / "of-b").exists()
+        # As a rule the block of the node without an engine is not known; but its flash may have been read.
+        assert content(a.mount / "of-b") in (None, block(3))
     found(b.mount / "of-a", block(2), BACK_S)
     found(b.mount / "of-c", block(4), BACK_S)
     for node in (a, c):
