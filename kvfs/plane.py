@@ -27,7 +27,6 @@ from kvfs.names import LOOK, Evicted, Leave, Look, Names
 from kvfs.podmap import PodMap, PodOptions
 from kvfs.record import RECORD_BYTES, RECORD_SIZE, Extent
 from kvfs.types import PAGE_SIZE, InodeNumber, SegmentIndex
-from kvfs.worth import TICK_MASK, Weights, Worths, price_of
 
 log = logging.getLogger(__name__)
 
@@ -537,11 +536,6 @@ class Plane:
         where, asked = _ANYWHERE if segment is None else segment, ffi.new("uint64_t[]", inodes)
         lib.kvfs_blocks_evict(self._plane, where, asked, len(inodes), gone, out)
         return Evicted(out.blocks, out.pages, bytes(ffi.buffer(gone)))
-
-    def segments_weigh(self, weights: Weights, worths: Worths, price: float, tick: int) -> None:
-        """Weigh all segments by their blocks. It reads what changes meanwhile: in any thread, while the plane lives."""
-        price = price_of(price)
-        lib.kvfs_segments_weigh(self._plane, worths.table, price, tick & TICK_MASK, weights.all, weights.count)
 
     def tick(self, tick: int) -> None:
         """The time of uses from now on; 24 bits."""

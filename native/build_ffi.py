@@ -26,7 +26,6 @@ HEADERS = [
     "kvfs_format.h",
     "kvfs_checksum.h",
     "kvfs_table.h",
-    "kvfs_worth.h",
     "kvfs_names.h",
     "kvfs_pod.h",
     "kvfs_plane.h",

@@ -5,10 +5,12 @@ A block is worth one over the time until its next use. Nobody has proved an opti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvfs.bench.segments import Segments
 from kvfs.bench.traces import Prompts
+from kvfs.pool.format import Stream
+from kvfs.store.eviction import Contents, Use
 
 # As the pool's policy does: a copy must be worth so many times the mean loss by the page, more as the budget runs out.
 _COPY_FACTOR, _BUDGET_LOW, _SMOOTHING = 1.0, 0.3, 0.05
@@ -28,59 +30,82 @@ def next_uses(prompts: Prompts) -> list[int]:
     return following
 
 
-class _Foreseeing(Segments):
-    """Segments whose blocks are weighed by the places of their next uses in the trace. The clock is the place now."""
+class NextUse:
+    """An EvictionPolicy. The first of a block's uses is the place of the next one, and the clock is the place now."""
 
-    def __init__(self, prompts: Prompts, capacity: int, segments: int) -> None:
-        self.place = 0
-        self._following = next_uses(prompts)
-        self._next: dict[int, int] = {}
-        self._lost, self._gone_count = 0.0, 0
+    def __init__(self, never: int) -> None:
+        self._never = never
+        self._lost, self._gone = 0.0, 0
         # By segment: what it cost when it was weighed, and the price then. Until one of its blocks is used, time only
         # makes it dearer.
         self._least: dict[int, tuple[float, float]] = {}
-        super().__init__(capacity, segments, lambda block, segment: None, lambda block: None)
 
-    def open(self, block: int) -> None:
-        self._next[block] = self._following[self.place]
-        self._least.pop(self._of[block], None)
+    def stream_of(self, size: int) -> Stream:
+        return Stream.NEW
 
-    def store(self, block: int) -> None:
-        super().store(block)
-        self.open(block)
-
-    def _price(self, budget: int) -> float:
-        if budget <= 0 or not self._lost:
-            return float("inf")
-        return _COPY_FACTOR * self._lost * (1 + _BUDGET_LOW * self.area / budget)
-
-    def _worths(self, blocks: Sequence[int]) -> list[float]:
-        never, now = len(self._following), self.place
-        places = (self._next[block] for block in blocks)
-        return [1 / max(1, place - now) if place < never else 0.0 for place in places]
-
-    def _victim(self, price: float) -> int:
+    def choose(
+        self, closed: Sequence[int], contents: Callable[[int], Contents], budget: float, tick: int, count: int = 1
+    ) -> list[int]:
+        price = self._price(budget)
         least = self._least
 
         def bound(segment: int) -> float:
             loss, then = least.get(segment, (0.0, price))
             return loss if price >= then else 0.0
 
-        best, victim = float("inf"), 0
-        for segment in sorted(self._closed, key=bound):
-            if victim and bound(segment) >= best:
-                break
-            loss = sum(min(price, worth) for worth in self._worths(list(self._blocks[segment])))
+        def weigh(segment: int) -> float:
+            uses, live_share = contents(segment)
+            loss = sum(min(price, worth) for worth in self._worths(uses, tick)) * live_share / max(1, len(uses))
             least[segment] = loss, price
-            if not victim or (loss, segment) < (best, victim):
-                best, victim = loss, segment
-        return victim
+            return loss
 
-    def _gone(self, segment: int, lost: Sequence[int], share: float) -> None:
+        found: list[tuple[float, int]] = []
+        for segment in sorted(closed, key=bound):
+            if len(found) == count and bound(segment) >= found[-1][0]:
+                break
+            found = sorted([*found, (weigh(segment), segment)])[:count]
+        return [segment for _, segment in found]
+
+    def used(self, segment: int) -> None:
+        """A block of the segment was used, or went."""
         self._least.pop(segment, None)
-        loss = sum(self._worths(lost)) * share / max(1, len(lost))
-        self._gone_count += 1
-        self._lost += (loss - self._lost) * max(_SMOOTHING, 1 / self._gone_count)
+
+    def carry(self, uses: Sequence[Use], budget: float, tick: int) -> list[int]:
+        price, worths = self._price(budget), self._worths(uses, tick)
+        return sorted((i for i, worth in enumerate(worths) if worth > price), key=lambda i: -worths[i])
+
+    def gone(self, segment: int, lost: Contents, tick: int) -> None:
+        loss = sum(self._worths(lost.uses, tick)) * lost.live_share / max(1, len(lost.uses))
+        self._gone += 1
+        self._lost += (loss - self._lost) * max(_SMOOTHING, 1 / self._gone)
+
+    def _price(self, budget: float) -> float:
+        return _COPY_FACTOR * self._lost * (1 + _BUDGET_LOW / budget) if budget > 0 and self._lost else float("inf")
+
+    def _worths(self, uses: Sequence[Use], tick: int) -> list[float]:
+        return [1 / max(1, place - tick) if place < self._never else 0.0 for place, _ in uses]
+
+
+class _Foreseeing(Segments):
+    """Segments whose uses are places in the trace."""
+
+    def __init__(self, prompts: Prompts, capacity: int, segments: int) -> None:
+        self.place = 0
+        self._following = next_uses(prompts)
+        self._next_use = NextUse(len(self._following))
+        super().__init__(capacity, segments, lambda block, segment: None, lambda block: None, self._next_use)
+
+    @property
+    def tick(self) -> int:
+        return self.place
+
+    def open(self, block: int) -> None:
+        self.uses[block] = self._following[self.place], 0
+        self._next_use.used(self._of[block])
+
+    def store(self, block: int) -> None:
+        super().store(block)
+        self.open(block)
 
 
 def clairvoyant(prompts: Prompts, capacity: int, segments: int) -> tuple[Segments, int]:
@@ -90,7 +115,7 @@ def clairvoyant(prompts: Prompts, capacity: int, segments: int) -> tuple[Segment
     for prompt in prompts:
         whole = True
         for block in prompt:
-            there = block in pool.slots
+            there = block in pool.uses
             whole = whole and there
             hits += whole
             if there:

@@ -97,11 +97,11 @@ class Pod:
         for index in range(found, len(prompt)):
             block = prompt[index]
             # The first was looked for, so a stale entry of it is gone. Those behind it are believed to be there.
-            if block not in pool.slots and (index == found or self._elsewhere(node, block) is None):
+            if block not in pool.uses and (index == found or self._elsewhere(node, block) is None):
                 pool.store(block)
 
     def _use(self, node: int, block: int) -> bool:
-        if block in self.pools[node].slots:
+        if block in self.pools[node].uses:
             self.pools[node].open(block)
             return True
         place = self._elsewhere(node, block)
@@ -150,7 +150,7 @@ class Pod:
     def _apply(self, kind: _Kind, block: int, place: Place) -> None:
         known = self.known.get(block)
         if kind is _Kind.HIT:
-            if block in self.pools[place.node].slots:
+            if block in self.pools[place.node].uses:
                 self.pools[place.node].open(block)
         elif kind is _Kind.GONE:
             if known == place:

@@ -5,11 +5,9 @@ It holds numbers of blocks, all of one size. `kvfs/bench/simulate.py` plays trac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from kvfs._native import ffi
-from kvfs.store.eviction import TICKS_PER_POOL, CopyBudget, EvictionPolicy, LeastLoss, Lost, worth_copying
-from kvfs.worth import TICK_MASK, Use, Weights
+from kvfs.store.eviction import TICKS_PER_POOL, Contents, CopyBudget, EvictionPolicy, LeastLoss, Use
 
 # Left free for copies when a segment is opened for writers: the pool's reserve, less the one that it opens ahead.
 _SPARE = 2
@@ -35,20 +33,13 @@ class Segments:
         self.count = capacity // self.area  # as many as fit: with few blocks in each, more than were asked for
         self.free = self.count
         self.policy = policy or LeastLoss()
-        self.slots: dict[int, int] = {}  # of the blocks that are there
+        self.uses: dict[int, Use] = {}
         self.stored = self.copied = 0
         self._placed, self._removed = placed, removed
         self._budget = CopyBudget(self.count * self.area, self.area)
         self._tick_blocks = capacity / TICKS_PER_POOL
-        # By slot, as the block table has them: uses, and places of one page in segments with the numbers of `_free`.
-        slots = self.count * self.area
-        self._uses, self._places = ffi.new("uint32_t[]", slots), ffi.new("uint64_t[]", slots)
-        self._free_slots = list(range(slots))
-        self._weights = Weights(self.count)
         self._of: dict[int, int] = {}
         self._blocks: dict[int, dict[int, None]] = {}
-        self._at: dict[int, int] = {}  # by segment: its number among those that the pool has room for
-        self._free = list(range(self.count))
         self._open = [0, 0]  # the writers' segment, and that of copies
         self._room = [0, 0]
         self._closed: dict[int, None] = {}
@@ -58,32 +49,20 @@ class Segments:
     def tick(self) -> int:
         return int((self.stored + self.copied) / self._tick_blocks)
 
-    def use(self, block: int) -> Use:
-        word: int = self._uses[self.slots[block]]
-        return word >> 8, word & 0xFF
-
     def open(self, block: int) -> None:
-        slot = self.slots[block]
-        self._uses[slot] = (self.tick & TICK_MASK) << 8 | min(255, (self._uses[slot] & 0xFF) + 1)
+        self.uses[block] = self.tick, min(255, self.uses[block][1] + 1)
 
     def store(self, block: int) -> None:
         if not self._room[0]:
             while self.free <= _SPARE and self._closed:
                 self._evict()
-        slot = self.slots[block] = self._free_slots.pop()
         self._append(0, block)
         self.stored += 1
-        self._uses[slot] = (self.tick & TICK_MASK) << 8
+        self.uses[block] = self.tick, 0
 
     def drop(self, block: int) -> None:
         """Its room is empty until its segment goes."""
-        del self._blocks[self._of.pop(block)][block]
-        self._leave(block)
-
-    def _leave(self, block: int) -> None:
-        slot = self.slots.pop(block)
-        self._places[slot] = 0
-        self._free_slots.append(slot)
+        del self.uses[block], self._blocks[self._of.pop(block)][block]
         self._removed(block)
 
     def _append(self, stream: int, block: int) -> None:
@@ -92,49 +71,34 @@ class Segments:
                 self._closed[self._open[stream]] = None
             self._last += 1
             self._open[stream], self._room[stream] = self._last, self.area
-            self._blocks[self._last], self._at[self._last] = {}, self._free.pop()
+            self._blocks[self._last] = {}
             self.free -= 1
             assert self.free >= 0
-        segment = self._open[stream]
         self._room[stream] -= 1
-        self._blocks[segment][block] = None
-        self._of[block] = segment
-        self._places[self.slots[block]] = self._at[segment] | 1 << 32
-        self._placed(block, segment)
+        self._blocks[self._open[stream]][block] = None
+        self._of[block] = self._open[stream]
+        self._placed(block, self._open[stream])
 
-    # ---- choosing: what a bound with other knowledge has its own way of ----
-
-    def _price(self, budget: int) -> float:
-        return self.policy.price(budget / self.area)
-
-    def _worths(self, blocks: Sequence[int]) -> list[float]:
-        return self.policy.worths().of([self.use(block) for block in blocks], self.tick)
-
-    def _victim(self, price: float) -> int:
-        slots = len(self._places)
-        self._weights.weigh(self.policy.worths(), price, self.tick, self._uses, self._places, slots)
-        by_page = self._weights.by_page()
-        return min(self._closed, key=lambda segment: (by_page[self._at[segment]] or 0.0) * len(self._blocks[segment]))
-
-    def _gone(self, segment: int, lost: Sequence[int], share: float) -> None:
-        self.policy.gone(Lost([self.use(block) for block in lost], share), self.tick)
+    def _contents(self, segment: int) -> Contents:
+        blocks = self._blocks[segment]
+        return Contents([self.uses[block] for block in blocks], len(blocks) / self.area)
 
     def _evict(self) -> None:
         budget = self._budget.left(self.stored)
-        price = self._price(budget)
-        victim = self._victim(price)
+        closed = list(self._closed)
+        (victim,) = self.policy.choose(closed, self._contents, budget / self.area, self.tick)
         blocks = list(self._blocks[victim])
-        kept = {blocks[i] for i in worth_copying(self._worths(blocks), price)[: max(0, budget)]}
-        lost = [block for block in blocks if block not in kept]
-        self._gone(victim, lost, len(lost) / max(1, self.area - len(kept)))
+        uses = [self.uses[block] for block in blocks]
+        kept = set(self.policy.carry(uses, budget / self.area, self.tick)[: max(0, budget)])
+        lost = [use for i, use in enumerate(uses) if i not in kept]
+        self.policy.gone(victim, Contents(lost, len(lost) / max(1, self.area - len(kept))), self.tick)
         del self._blocks[victim], self._closed[victim]
-        self._free.append(self._at.pop(victim))
         self._budget.spend(len(kept))
-        for block in blocks:
-            if block in kept:
+        for i, block in enumerate(blocks):
+            if i in kept:
                 self._append(1, block)
                 self.copied += 1
             else:
-                del self._of[block]
-                self._leave(block)
+                del self.uses[block], self._of[block]
+                self._removed(block)
         self.free += 1

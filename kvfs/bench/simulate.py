@@ -310,8 +310,6 @@ async def _replay(store: Store, prompts: Prompts) -> tuple[int, int]:
                 break
             found.append(number)
         hits += len(found)
-        # The clock goes on at commits. No engine uses so many blocks between two of them as this does.
-        store.plane.tick(store.segments.tick)
         store.plane.inode_touch(found)
         for block in prompt[len(found) :]:
             if store.plane.table_find_name(ROOT_INODE, b"%d" % block) is None:

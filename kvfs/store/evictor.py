@@ -8,9 +8,10 @@ open by a name that a kernel kept until then fails, and the kernel looks the nam
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from heapq import nsmallest
+from itertools import islice
 
 import trio
 
@@ -19,12 +20,11 @@ from kvfs.names import Look, step
 from kvfs.plane import OpenState
 from kvfs.record import Inode, Kind
 from kvfs.store.blocks import Blocks
-from kvfs.store.eviction import TICKS_PER_POOL, CopyBudget, EvictionPolicy, Lost, worth_copying
+from kvfs.store.eviction import Contents, CopyBudget, EvictionPolicy, Use
 from kvfs.store.groups import Group, Groups
 from kvfs.store.sealing import Sealing
 from kvfs.store.segment import Segment, State, usage
 from kvfs.types import PAGE_SIZE, InodeNumber
-from kvfs.worth import Use, Weights, Worths
 
 log = logging.getLogger(__name__)
 
@@ -42,14 +42,13 @@ _AT_ONCE = 3
 # A segment of which eviction would keep more than this is left alone for a while: copying it frees next to nothing.
 _KEEP_SHARE = 0.75
 _AVOID_S = 5.0
-# All segments are weighed anew when one part in so many of the pool has been written since. Not later than after one
-# part in so many of the segments have gone.
-_WEIGHED_SHARE = 256
-# Chosen besides, as some may be held when their turn comes.
-_SPARE_CHOICES = 16
+# Blocks that a segment is weighed by: of one with 32,000 to look at each takes as long as to evict it.
+_SAMPLE = 256
+_SAMPLES_AT_ONCE = 16
 # The newest segments, one in so many, go only when no other can.
 _SPARED = 4
 _PASSES = 6
+_ORDER_S = 1.0
 # Segments kept free for writers that wait, and 1/20 of the pool. A freed segment waits for summaries and the index,
 # while fast writers fill five of 16 MiB in 50 ms.
 _AHEAD_MAX = 32
@@ -91,10 +90,11 @@ class Evictor:
         self._policy, self._pins, self._groups = policy, blocks.pins, groups
         self._blocks, self._sealing, self.names = blocks, sealing, blocks.names
         self.counters = EvictionCounters()
-        self._weights = Weights(len(self._segments.all))
-        # The next ones to go, with their generations, and the tick at which that was decided.
-        self._chosen: list[tuple[Segment, int]] = []
-        self._weighed_at = 0
+        self._order: list[tuple[Segment, int]] = []
+        self._newest: set[int] = set()
+        # By segment: its generation, and some of the blocks that were in it when it was closed.
+        self._samples: dict[int, tuple[int, array[int]]] = {}
+        self._ordered_at = float("-inf")
         # Free segments kept for writers; when that changed; how often they had waited by then.
         self._ahead, self._ahead_at, self._waits = 1, 0.0, 0
         self._lock = trio.Lock()
@@ -174,13 +174,16 @@ class Evictor:
         try:
             async with self._lock, trio.open_nursery() as nursery:
                 newest = max((s.generation for s in self._segments.own), default=0)
+                chosen: list[Segment] = []
                 while True:
                     await turns.acquire()
                     if enough():
                         break
-                    segment = await self._choose(newest)
-                    if segment is None:
+                    chosen = [segment for segment in chosen if self._can_go(segment, trio.current_time())]
+                    chosen = chosen or await self._choose(newest, at_once)
+                    if not chosen:
                         break
+                    segment = chosen.pop(0)
                     segment.state = State.EVICTING
                     self._emptying += 1
                     nursery.start_soon(evict, segment)
@@ -254,51 +257,59 @@ class Evictor:
 
     # ---- choosing ----
 
-    async def _choose(self, newest: int) -> Segment | None:
-        """The segment of a generation up to `newest` that goes next."""
-        for weighed in (False, True):
-            if weighed:
-                worths, price = self._policy.worths(), self._policy.price(self._budget_segments())
-                now, tick = trio.current_time(), self._segments.tick
-                # It takes milliseconds where there are millions of blocks.
-                self._chosen = await trio.to_thread.run_sync(self._weigh, worths, price, tick, now, newest)
-                self._weighed_at = tick
-            elif self._segments.tick - self._weighed_at > TICKS_PER_POOL // _WEIGHED_SHARE:
-                continue
-            while self._chosen:
-                segment, generation = self._chosen.pop()
-                # One that was freed and filled again since is another.
-                if segment.generation == generation <= newest and self._can_go(segment, trio.current_time()):
-                    return segment
-        return None
+    async def _choose(self, newest: int, count: int) -> list[Segment]:
+        """Up to `count` of those of a generation up to `newest`."""
+        now = trio.current_time()
+        closed = self._may_go(now, newest)
+        if not closed and self._ordered_at < now:
+            self._ordered_at = float("-inf")
+            closed = self._may_go(now, newest)
+        await self._take_samples(closed)
+        now = trio.current_time()
+        # Waiting above: some may have been freed meanwhile.
+        known = [n for n in closed if self._is_sampled(n) and self._can_go(self._segments.all[n], now)]
+        # The newest segment is spared as long as another can go. Files that were closed a moment ago and are about to
+        # be renamed lie there. In a stream with few writes, the newest segment may be the emptiest of all.
+        known = [n for n in known if n not in self._newest] or known
+        chosen = self._policy.choose(known, self._contents, self._budget_segments(), self._segments.tick, count)
+        return [self._segments.all[index] for index in chosen]
 
-    def _weigh(self, worths: Worths, price: float, tick: int, now: float, newest: int) -> list[tuple[Segment, int]]:
-        """Weigh all, and say which go next, the first last. In a thread: what it reads may change meanwhile."""
-        self._plane.segments_weigh(self._weights, worths, price, tick)
-        by_page = self._weights.by_page()
-        closed = [(s.generation, s.index) for s in self._segments.own if s.state == State.CLOSED]
-        closed.sort()
-        # The newest are spared as long as another can go. Files that were closed a moment ago and are about to be
-        # renamed lie there. In a stream with few writes, the newest segment may be the emptiest of all.
-        spared = len(closed) // _SPARED
-        older, newer = closed[: len(closed) - spared], closed[len(closed) - spared :]
-        for some in (older, newer):
-            losses: list[tuple[float, int, int]] = []
-            for generation, index in some:
-                segment = self._segments.all[index]
-                if generation > newest or not self._can_go(segment, now):
-                    continue
-                mean = by_page[index]
-                if mean is None:  # no block begins there: what is there goes with other segments
-                    mean = float("inf") if segment.live_pages else 0.0
-                losses.append((mean * segment.live_pages, generation, index))
-            if losses:
-                count = len(closed) // _WEIGHED_SHARE + 1 + _SPARE_CHOICES
-                return [(self._segments.all[index], g) for _, g, index in reversed(nsmallest(count, losses))]
-        return []
+    def _may_go(self, now: float, newest: int) -> list[int]:
+        """Closed segments of a generation up to `newest`, the oldest first.
+
+        They are sorted once a second: to do that for every victim took a fifth of the daemon's time.
+        """
+        if now - self._ordered_at >= _ORDER_S:
+            closed = [s for s in self._segments.own if s.state == State.CLOSED]
+            closed.sort(key=lambda s: s.generation)
+            self._order = [(s, s.generation) for s in closed]
+            self._newest = {s.index for s in closed[len(closed) - len(closed) // _SPARED :]}
+            self._ordered_at = now
+        # One that was freed and filled again since is not old any more.
+        return [
+            s.index for s, generation in self._order
+            if s.generation == generation <= newest and self._can_go(s, now)
+        ]  # fmt: skip
 
     def _can_go(self, segment: Segment, now: float) -> bool:
         return segment.state == State.CLOSED and not segment.held and segment.avoid_until <= now and not segment.avoided
+
+    def _is_sampled(self, index: int) -> bool:
+        known = self._samples.get(index)
+        return known is not None and known[0] == self._segments.all[index].generation
+
+    async def _take_samples(self, closed: Sequence[int]) -> None:
+        """Of the oldest that have none; of a few, as it takes a while."""
+        for index in islice((index for index in closed if not self._is_sampled(index)), _SAMPLES_AT_ONCE):
+            segment = self._segments.all[index]
+            inodes = self._index.segment_inodes(segment.index)
+            self._samples[index] = segment.generation, array("Q", inodes[:: max(1, len(inodes) // _SAMPLE)])
+            await trio.lowlevel.checkpoint()
+
+    def _contents(self, index: int) -> Contents:
+        # Those that were removed since are there no more: never used, and so worth next to nothing.
+        uses = self._plane.inode_uses(self._samples[index][1].tolist())
+        return Contents(uses, self._segments.all[index].live_pages / self._segments.area)
 
     def _budget_pages(self) -> int:
         """The pages that may still be carried over."""
@@ -428,14 +439,13 @@ class Evictor:
         """The blocks that are worth a copy, within the budget. The rest is lost, and the policy is told."""
         uses = self._uses(blocks, groups)
         budget, tick = self._budget_pages(), self._segments.tick
-        worths, price = self._policy.worths().of(uses, tick), self._policy.price(self._budget_segments())
         mates: dict[Group, list[int]] = {}
         for i, block in enumerate(blocks) if groups else ():
             if block.inode in groups:
                 mates.setdefault(groups[block.inode], []).append(i)
         kept: set[int] = set()
         kept_pages = 0
-        for i in worth_copying(worths, price):
+        for i in self._policy.carry(uses, budget / self._segments.area, tick):
             group = groups.get(blocks[i].inode)
             unit = [i] if group is None else mates[group]
             size = sum(blocks[j].pages for j in unit)
@@ -446,7 +456,7 @@ class Evictor:
         self._budget.spend(kept_pages)
         lost = [use for i, use in enumerate(uses) if i not in kept]
         gained = max(1, self._segments.area - kept_pages)
-        self._policy.gone(Lost(lost, max(0, segment.live_pages - kept_pages) / gained), tick)
+        self._policy.gone(segment.index, Contents(lost, max(0, segment.live_pages - kept_pages) / gained), tick)
         return [blocks[i] for i in sorted(kept)]
 
     async def _carry_all(self, blocks: Sequence[Look]) -> bool:

@@ -12,7 +12,6 @@
 #include "kvfs_pod.h"
 #include "kvfs_names.h"
 #include "kvfs_table.h"
-#include "kvfs_worth.h"
 
 struct kvfs_plane;
 
@@ -302,10 +301,6 @@ void kvfs_blocks_evict(struct kvfs_plane *plane, uint32_t segment, const uint64_
 /* For each inode: tick of its last use << 8 | hits. Hits are opens for reading since the mount, and stop at 255; an inode's creation is its
  * first use, and no hit. 0 for inodes that existed at the mount and were not opened since, and for missing ones. */
 int kvfs_inode_uses(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count, uint32_t *uses);
-/* Weigh the pool's segments by its blocks (kvfs_weigh). It reads what others change meanwhile, and takes some 2 ns a block: not for a thread that
- * answers requests. */
-void kvfs_segments_weigh(struct kvfs_plane *plane, const struct kvfs_worths *worths, float price, uint32_t tick, struct kvfs_weight *segments,
-                         uint32_t segment_count);
 /* The clock of uses; its low 24 bits count. */
 void kvfs_set_tick(struct kvfs_plane *plane, uint32_t tick);
 /* Blocks that are used now. found: native clients have read them, which is a hit for each. Missing inodes are passed over. */

@@ -66,10 +66,6 @@ int64_t kvfs_table_load(struct kvfs_table *table, const void *records, uint64_t 
 /* While incomplete (at a rebuild), a missing name is -EAGAIN for readers, not -ENOENT. A new table is incomplete. */
 void kvfs_table_set_complete(struct kvfs_table *table, int complete);
 
-/* Where each sealed file with a name begins, by its record's slot: segment | pages << 32, with the pages of header and content. 0: no such file.
- * *count: of slots that were ever used. Any thread of the daemon; the writer changes it meanwhile. */
-const uint64_t *kvfs_table_places(const struct kvfs_table *table, uint32_t *count);
-
 /* A file of this inode number begins (1) or ends (-1) to have content that is not in its record. Any thread of the daemon. */
 void kvfs_table_count_written(struct kvfs_table *table, uint64_t inode, int change);
 

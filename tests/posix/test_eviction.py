@@ -63,23 +63,6 @@ def test_evicted_names_can_be_stored_again(own_pool):
 
 
 @pytest.mark.timeout(240)
-def test_files_larger_than_segments_go_as_a_whole_and_the_oldest_first(own_pool):
-    """In most of their segments no file begins, and so nothing says what those are worth."""
-    pool = own_pool(size="64M", files=4, format_args=("--segment-size", "4M"))
-    size, count = 15 * MIB + 5, 2 * 4 * 64 // 15
-    for index in range(count):
-        write_file(pool.mount / f"large-{index:03d}", content(size, index))
-        write_file(pool.mount / f"small-{index:03d}", content(5000, index))
-    there = []
-    for index in range(count):
-        with contextlib.suppress(FileNotFoundError):  # it may go right now
-            assert_same(read_file(pool.mount / f"large-{index:03d}"), content(size, index), f"file {index}")
-            there.append(index)
-    assert len(there) * size > 4 * 64 * MIB // 3, f"only {len(there)} of {count} files are left"
-    assert there[-1] == count - 1 and there[0] > count // 3, there
-
-
-@pytest.mark.timeout(240)
 def test_when_everything_is_held_open_the_write_fails_not_the_close(own_pool):
     """ENOSPC comes from write(2), in good time, leaves what is held readable, and goes away with the handles."""
     pool = own_pool(files=4, size="64M")

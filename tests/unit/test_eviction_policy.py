@@ -8,112 +8,130 @@ from typing import Any
 
 import pytest
 import trio
-from kvfs._native import ffi
 from store_pools import OPTIONS, make, make_pool, names, rename, settle, unlink, verify_all, with_store, write
 
 from kvfs.errors import DeviceError, NoSpaceError
 from kvfs.record import Kind
-from kvfs.store.eviction import CARRY_SHARE, TICKS_PER_POOL, LeastLoss, Lost, worth_copying
+from kvfs.store.eviction import CARRY_SHARE, TICK_MASK, TICKS_PER_POOL, Contents, LeastLoss, Use
 from kvfs.store.fsck import fsck
 from kvfs.store.segment import State
 from kvfs.store.store import Store
-from kvfs.worth import AGES, TICK_MASK, Use, Weights, class_of
 
 # Sparse: 32 MiB have 8,192 leaves, so a header of this many pages and no data.
 BIG, HEADER_PAGES = 32 << 20, 18
 
 
-def losses(
-    policy: LeastLoss, segments: dict[int, list[Use]], tick: int, budget: float = 1.0, dead: Sequence[int] = ()
-) -> dict[int, float]:
-    """The loss of each segment of equal blocks by the page of its room. dead: segments that are half empty."""
-    blocks = [(segment, use) for segment, uses in segments.items() for use in uses]
-    weights = Weights(max(segments) + 1)
-    words = ffi.new("uint32_t[]", [(used & TICK_MASK) << 8 | hits for _, (used, hits) in blocks])
-    places = ffi.new("uint64_t[]", [segment | 1 << 32 for segment, _ in blocks])
-    weights.weigh(policy.worths(), policy.price(budget), tick, words, places, len(blocks))
-    by_page = weights.by_page()
-    return {segment: (by_page[segment] or 0.0) * (0.5 if segment in dead else 1.0) for segment in segments}
+def closed(segments: dict[int, list[Use]], live_share: float = 1.0) -> dict[int, Contents]:
+    return {segment: Contents(uses, live_share) for segment, uses in segments.items()}
 
 
-def choose(policy: LeastLoss, segments: dict[int, list[Use]], tick: int, budget: float = 1.0) -> int:
-    lost = losses(policy, segments, tick, budget)
-    return min(segments, key=lost.__getitem__)
+def choose(policy: LeastLoss, contents: dict[int, Contents], tick: int, budget: float = 1.0) -> int | None:
+    return next(iter(policy.choose(list(contents), contents.__getitem__, budget, tick)), None)
 
 
-def carry(policy: LeastLoss, uses: list[Use], budget: float, tick: int) -> list[int]:
-    return worth_copying(policy.worths().of(uses, tick), policy.price(budget))
-
-
-def lose(policy: LeastLoss, count: int = 200, uses: Sequence[Use] = ((0, 0),) * 10) -> LeastLoss:
-    for _ in range(count):
-        policy.gone(Lost(uses, 1.0), 1000)
-    return policy
+def test_nothing_closed_is_nothing_to_evict() -> None:
+    assert choose(LeastLoss(), {}, 5) is None
 
 
 def test_the_segment_whose_blocks_were_not_used_for_longest_goes() -> None:
-    assert choose(LeastLoss(), {1: [(500, 0)] * 4, 2: [(100, 0)] * 4, 3: [(900, 0)] * 4}, 1000) == 2
+    some = closed({1: [(500, 0)] * 4, 2: [(100, 0)] * 4, 3: [(900, 0)] * 4})
+    assert choose(LeastLoss(), some, 1000) == 2
 
 
 def test_opens_count_and_dead_pages_are_free() -> None:
-    assert choose(LeastLoss(), {1: [(100, 2)] * 4, 2: [(100, 0)] * 4}, 1000) == 2
-    lost = losses(LeastLoss(), {1: [(100, 0)] * 2, 2: [(100, 0)] * 4}, 1000, dead=[1])
-    assert lost[1] == pytest.approx(lost[2] / 2)
-    weights = Weights(2)
-    weights.weigh(LeastLoss().worths(), 1.0, 5, ffi.NULL, ffi.NULL, 0)
-    assert weights.by_page() == [None, None]
+    assert choose(LeastLoss(), closed({1: [(100, 2)] * 4, 2: [(100, 0)] * 4}), 1000) == 2
+    some = closed({1: [(100, 0)] * 4, 2: [(100, 0)] * 4})
+    some[1] = Contents(some[1].uses[:2], 0.5)
+    assert choose(LeastLoss(), some, 1000) == 1
+    # Those that were removed from under a sample are (0, 0); a segment with nothing in it costs nothing.
+    assert choose(LeastLoss(), {1: Contents([(900, 0)], 1.0), 2: Contents([], 0.0)}, 1000) == 2
 
 
 def test_the_clock_goes_round() -> None:
-    assert choose(LeastLoss(), {1: [(TICK_MASK - 10, 0)] * 4, 2: [(3, 0)] * 4}, TICK_MASK + 21) == 1
-    # A use may be ahead of the tick that was read before.
-    assert choose(LeastLoss(), {1: [(1001, 0)] * 4, 2: [(990, 0)] * 4}, 1000) == 2
-
-
-def test_a_table_of_worths_is_the_curve_that_it_was_made_of() -> None:
-    worths = LeastLoss().worths()
-    uses = [(1 << 20, hits) for hits in (0, 1, 2, 3, 100)]
-    for age in (0, 3, 5, 100, 1023, 40_000):
-        found = worths.of(uses, (1 << 20) + age)
-        assert found[0] == pytest.approx((age + 20) ** -1.5, rel=0.03)
-        assert found[0] < found[1] < found[2] <= found[3] == found[4] <= 7.0001 * found[0]
-    assert worths.of([], 5) == []
-    assert [class_of(hits) for hits in (0, 1, 2, 3, 4, 5, 8, 9, 19, 20, 255)] == [0, 1, 2, 3, 3, 4, 4, 5, 5, 6, 6]
-    assert AGES[:5] == (0, 1, 2, 3, 4) and AGES[-1] == (TICK_MASK + 1) // 2
+    some = closed({1: [(TICK_MASK - 10, 0)] * 4, 2: [(3, 0)] * 4})
+    assert choose(LeastLoss(), some, 20) == 1
 
 
 def test_what_can_be_copied_is_not_what_a_segment_is_worth() -> None:
     """A segment with one hot block and else old ones goes before one in which everything is somewhat younger."""
-    some: dict[int, list[Use]] = {1: [(990, 3)] + [(100, 0)] * 9, 2: [(400, 0)] * 10}
+
+    def lose(policy: LeastLoss) -> LeastLoss:
+        for number in range(200):
+            policy.gone(number, Contents([(0, 0)] * 10, 1.0), 1000)
+        return policy
+
+    some = closed({1: [(990, 3)] + [(100, 0)] * 9, 2: [(400, 0)] * 10})
     assert choose(lose(LeastLoss()), some, 1000, budget=5.0) == 1
     # Without a budget the hot one would be lost.
     assert choose(lose(LeastLoss()), some, 1000, budget=0.0) == 2
 
 
+def test_a_bounded_number_of_segments_is_weighed_and_all_in_turn() -> None:
+    policy, asked = LeastLoss(), set()
+    some = closed({segment: [(100 + segment, 0)] * 4 for segment in range(500)})
+
+    def contents(segment: int) -> Contents:
+        asked.add(segment)
+        return some[segment]
+
+    for turn in range(17):
+        before = len(asked)
+        assert policy.choose(list(some), contents, 1.0, 2000)
+        assert len(asked) - before <= 500 // 16 + 8, turn
+    assert len(asked) == 500
+    # Of segments with many blocks fewer; and of very many, with a block in each, no more than 128.
+    for blocks, segments, most in ((256, 500, 16), (1, 5000, 128), (1, 3, 3)):
+        weighed: list[int] = []
+
+        def count(segment: int, blocks: int = blocks, weighed: list[int] = weighed) -> Contents:
+            weighed.append(segment)
+            return Contents([(100 + segment, 0)] * blocks, 1.0)
+
+        LeastLoss().choose(range(segments), count, 1.0, 20_000)
+        assert len(weighed) == most
+    assert policy.choose(list(some), contents, 1.0, 2000) == [0]
+    assert policy.choose(list(some), contents, 1.0, 2000, 3) == [0, 1, 2]
+    assert sorted(policy.choose([7, 5], contents, 1.0, 2000, 3)) == [5, 7]
+
+
+def test_one_that_was_used_since_it_was_weighed_is_weighed_again() -> None:
+    policy = LeastLoss()
+    some = closed({segment: [(100 + segment, 0)] * 4 for segment in range(40)})
+    for _ in range(3):
+        assert choose(policy, some, 1000) == 0
+    some[0] = Contents([(1001, 5)] * 4, 1.0)
+    assert choose(policy, some, 1002) == 1
+
+
 def test_what_is_worth_a_copy_is_carried_the_best_first_and_heads_before_tails() -> None:
-    policy = lose(LeastLoss(), uses=[(500, 0)] * 10)
+    policy = LeastLoss()
+    for number in range(200):
+        policy.gone(number, Contents([(500, 0)] * 10, 1.0), 1000)
     uses = [(400, 0), (990, 1), (990, 1), (999, 3), (500, 0)]
-    assert carry(policy, uses, 10.0, 1000) == [3, 1, 2]
-    assert carry(policy, uses, 0.0, 1000) == []
+    assert policy.carry(uses, 10.0, 1000) == [3, 1, 2]
+    assert policy.carry(uses, 0.0, 1000) == []
     # Little is left of the budget: only the best is worth it.
-    assert carry(policy, [(800, 0), (999, 3)], 0.05, 1000) == [1]
+    assert policy.carry([(800, 0), (999, 3)], 0.05, 1000) == [1]
 
 
 def test_the_first_segment_that_goes_sets_the_price_of_a_copy() -> None:
-    policy = lose(LeastLoss(), 1, [(500, 0)] * 10)
-    assert carry(policy, [(500, 0), (990, 0), (600, 0)], 10.0, 1000) == [1]
+    policy = LeastLoss()
+    policy.gone(0, Contents([(500, 0)] * 10, 1.0), 1000)
+    assert policy.carry([(500, 0), (990, 0), (600, 0)], 10.0, 1000) == [1]
 
 
 def test_what_hits_say_is_learnt_within_bounds() -> None:
     """Where every block is opened once and never again, a hit must not keep one for long."""
     policy = LeastLoss()
-    some: dict[int, list[Use]] = {1: [(500, 1)] * 4, 2: [(600, 0)] * 4}
+    some = closed({1: [(500, 1)] * 4, 2: [(600, 0)] * 4})
     assert choose(policy, some, 1000) == 2
-    lose(policy, 100, [(500, 1)] * 100)
+    for number in range(100):
+        policy.gone(number, Contents([(500, 1)] * 100, 1.0), 1000)
     assert choose(policy, some, 1000) == 1
     # And where those that were hit are always hit again, there is an end to what that counts.
-    lose(policy, 100, [(500, 0)] * 99 + [(500, 200)])
-    assert choose(policy, {1: [(100, 200)] * 4, 2: [(900, 0)] * 4}, 1000) == 1
+    for number in range(100):
+        policy.gone(number, Contents([(500, 0)] * 99 + [(500, 200)], 1.0), 1000)
+    assert choose(policy, closed({1: [(100, 200)] * 4, 2: [(900, 0)] * 4}), 1000) == 1
 
 
 def test_writing_more_than_the_pool_holds_evicts(tmp_path: Path) -> None:
@@ -247,39 +265,6 @@ def test_what_is_used_stays_and_copies_keep_to_their_budget(tmp_path: Path) -> N
     with_store(pool, work)
 
 
-def test_all_segments_are_weighed_and_the_least_goes_wherever_it_is(tmp_path: Path) -> None:
-    pool = make_pool(tmp_path / "pool", files=1, size=64 << 20, stripe_width=1, segment_size=256 << 10)
-
-    async def work(store: Store) -> None:
-        area = store.segments.area
-        for i in range(100 * area // HEADER_PAGES):
-            await write(store, b"%06d" % i, BIG)
-        closed = [s for s in store.segments.own if s.state == State.CLOSED]
-        assert len(closed) > 90
-        closed.sort(key=lambda s: s.generation)
-        # The newest are spared. Two among the others are left unused, of which one is half empty.
-        least, half = closed[61], closed[33]
-        store.plane.tick(store.segments.tick)
-        for segment in closed:
-            if segment not in (least, half):
-                store.plane.inode_touch(store.index.segment_inodes(segment.index))
-        here = store.index.segment_inodes(half.index)
-        for number in here[: len(here) // 2]:
-            inode = store.index.get(number)
-            assert inode is not None
-            unlink(store, inode.name)
-        newest = max(s.generation for s in closed)
-        order = [await store.evictor._choose(newest) for _ in range(3)]
-        assert order[:2] == [half, least] and order[2] not in (None, half, least)
-        # One that may not go now is passed over, also if it was chosen before.
-        store.evictor._chosen.append((least, least.generation))
-        least.avoid_until = trio.current_time() + 60
-        assert await store.evictor._choose(newest) not in (None, least)
-        assert await store.evictor._choose(-1) is None
-
-    with_store(pool, work)
-
-
 def test_uses_are_opens_on_the_clock_and_follow_a_rename(tmp_path: Path) -> None:
     pool = make_pool(tmp_path / "pool")
 
@@ -359,8 +344,8 @@ def test_what_changes_while_it_is_copied_is_not_undone_by_the_copy(
 class KeepsAll(LeastLoss):
     """A double of the policy: every block is worth a copy."""
 
-    def price(self, budget: float) -> float:
-        return -1.0
+    def carry(self, uses: Sequence[Use], budget: float, tick: int) -> list[int]:
+        return list(range(len(uses)))
 
 
 def test_evict_all_takes_blocks_that_are_worth_a_copy_and_says_what_stays(

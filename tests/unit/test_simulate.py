@@ -141,10 +141,10 @@ def test_of_two_that_store_one_key_at_once_the_higher_version_stays() -> None:
     pod = pod_of(2, Feed(delay_s=0.02))
     pod.request(0, [1], 5)
     pod.request(1, [1], 5.01)
-    assert pod.hits == 0 and all(1 in pool.slots for pool in pod.pools)
+    assert pod.hits == 0 and all(1 in pool.uses for pool in pod.pools)
     pod.request(0, [], 5.04)
     # One counter for both: the node's number decides.
-    assert [1 in pool.slots for pool in pod.pools] == [False, True] and pod.dropped == 1
+    assert [1 in pool.uses for pool in pod.pools] == [False, True] and pod.dropped == 1
     pod.request(0, [1], 5.05)
     assert pod.hits == pod.others == 1
 
@@ -165,9 +165,9 @@ def test_an_owner_hears_of_hits_within_a_second_as_far_as_it_is_told() -> None:
         pod.request(0, [1], 5)
         pod.request(1, [1], 5.5)
         pod.request(1, [], 6.01)
-        assert pod.pools[0].use(1)[1] == 0
+        assert pod.pools[0].uses[1][1] == 0
         pod.request(1, [], 6.03)
-        assert pod.pools[0].use(1)[1] == hits
+        assert pod.pools[0].uses[1][1] == hits
 
 
 def test_without_the_engine_a_node_finds_its_own_blocks_and_those_it_had_heard_of() -> None:
@@ -204,8 +204,8 @@ def test_at_rest_every_block_is_on_one_node_and_all_know_where(requests: list[tu
         block: [place] for block, place in pod.known.items()
     }
     for node, pool in enumerate(pod.pools):
-        assert set(pool.slots) == {block for block, place in pod.known.items() if place.node == node}
-        assert len(pool.slots) <= PART
+        assert set(pool.uses) == {block for block, place in pod.known.items() if place.node == node}
+        assert len(pool.uses) <= PART
 
 
 def test_sessions_stay_on_a_node_with_the_chance_that_is_asked_for() -> None:

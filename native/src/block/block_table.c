@@ -147,19 +147,11 @@ static unsigned is_block(const struct packed *packed) {
     return (packed->links_kind & 3) == KVFS_KIND_FILE && packed_flags(packed) & KVFS_INODE_SEALED && !(packed_flags(packed) & KVFS_INODE_NAMELESS);
 }
 
-static uint64_t place_of(const struct packed *packed) {
-    uint64_t size = packed->words[SIZE_MODE] & ((UINT64_C(1) << 48) - 1);
-    uint64_t pages = (packed->words[COUNTS] & 0xffffff) + (size + KVFS_PAGE_SIZE - 1) / KVFS_PAGE_SIZE;
-
-    return is_block(packed) ? (packed->words[PLACE] & UINT32_MAX) | (pages < UINT32_MAX ? pages : UINT32_MAX) << 32 : 0;
-}
-
 static void slot_write(struct kvfs_table *table, uint32_t number, const struct packed *packed) {
     struct slot *slot = &table->slots[number];
     struct packed before = slot_content(table, number);
 
     set(&table->header->blocks, get(&table->header->blocks) + is_block(packed) - is_block(&before));
-    set(&table->places[number - 1], place_of(packed));
     begin_write(&slot->sequence);
     set(&slot->links_kind, packed->links_kind);
     for (int i = 0; i < WORDS; i++)
@@ -382,8 +374,6 @@ static void index_remove(struct kvfs_table *table, struct index *index, const st
 
 /* ---- writer ---- */
 
-static uint64_t places_size(const struct kvfs_table *table) { return page_round((uint64_t)table->slots_max * sizeof(*table->places)); }
-
 int kvfs_table_create(uint64_t records_max, uint64_t secret, uint64_t mount_epoch, struct kvfs_table **out) {
     struct kvfs_table *table;
     struct constants *constants;
@@ -413,11 +403,6 @@ int kvfs_table_create(uint64_t records_max, uint64_t secret, uint64_t mount_epoc
         rc = free_set_create(&table->free_overflow, table->overflow_max);
     if (rc)
         goto out;
-    table->places = mmap(NULL, places_size(table), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (table->places == MAP_FAILED) {
-        table->places = NULL;
-        goto failed;
-    }
     constants = &table->header->constants;
     *constants = (struct constants){
         .magic = TABLE_MAGIC,
@@ -450,8 +435,6 @@ void kvfs_table_destroy(struct kvfs_table *table) {
         munmap(table->header, table->size);
     if (table->fd >= 0)
         close(table->fd);
-    if (table->places)
-        munmap(table->places, places_size(table));
     free_set_destroy(&table->free_slots);
     free_set_destroy(&table->free_overflow);
     free(table);
@@ -462,11 +445,6 @@ void kvfs_table_count_written(struct kvfs_table *table, uint64_t inode, int chan
 }
 
 int kvfs_table_fd(const struct kvfs_table *table) { return table->fd; }
-
-const uint64_t *kvfs_table_places(const struct kvfs_table *table, uint32_t *count) {
-    *count = get(&table->header->slots_fresh) - 1; /* slots count from 1 in there */
-    return (const uint64_t *)table->places;
-}
 
 static void remove_name(struct kvfs_table *table, uint32_t slot, const uint64_t words[2]) {
     struct key key = {.hash = words[0], .words = {words[0], words[1]}, .by_name = true};

@@ -132,7 +132,6 @@ struct kvfs_table {
     int fd; /* -1: a reader */
     uint32_t overflow_used;
     uint64_t records;
-    _Atomic uint64_t *places; /* the writer's: as kvfs_table_places() has it, of the slot with this number less one */
     struct free_set free_slots;
     struct free_set free_overflow;
 };

@@ -79,13 +79,6 @@ int kvfs_inode_touch(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t 
     return 0;
 }
 
-void kvfs_segments_weigh(struct kvfs_plane *plane, const struct kvfs_worths *worths, float price, uint32_t tick, struct kvfs_weight *segments,
-                         uint32_t segment_count) {
-    uint32_t count;
-    const uint64_t *places = kvfs_table_places(plane->table, &count);
-    kvfs_weigh(worths, price, tick, (const uint32_t *)plane->uses, places, count, segments, segment_count);
-}
-
 void use_enter(struct kvfs_plane *plane, uint32_t slot, const uint32_t *before) {
     uint32_t use = before ? atomic_load_explicit(&plane->uses[*before], memory_order_relaxed) : tick_now(plane) << 8;
     atomic_store_explicit(&plane->uses[slot], use, memory_order_relaxed);
