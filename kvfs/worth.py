@@ -7,7 +7,8 @@ for each of AGES. A row is for the blocks of class_of(hits). Between two ages wo
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from math import inf
 from typing import NamedTuple, TypeAlias, cast
 
 from kvfs._native import ffi, lib
@@ -85,10 +86,17 @@ class Weights:
         price = price_of(price)
         lib.kvfs_weigh(worths.table, price, tick & TICK_MASK, blocks, self.all, self.count, self.ages.all)
 
-    def by_page(self) -> list[float | None]:
-        """By segment: the mean of what its blocks are worth, by the page. Copied ones are worth the price of a copy.
-        A segment where no block begins has None."""
-        return [loss / pages if pages else None for loss, pages in _WEIGHT.iter_unpack(ffi.buffer(self.all))]
+    def losses(self, live: Iterable[int], area: int) -> list[float]:
+        """By segment: what goes with it, by the page that is gained. live: by segment, the pages there of blocks, also
+        of such as begin elsewhere, which go too; these are taken to be worth what the others are. Blocks that begin
+        there may be in other segments in part, where room is gained likewise. Copied ones are worth the price of a
+        copy. Where no block begins, nothing is known: infinite, and 0 if it is empty."""
+        return [
+            (inf if there else 0.0) if not pages
+            else loss * (1 + (there - pages) / pages) / area if there > pages
+            else loss / (area + pages - there)
+            for (loss, pages), there in zip(_WEIGHT.iter_unpack(ffi.buffer(self.all)), live, strict=True)
+        ]  # fmt: skip
 
 
 def price_of(price: float) -> float:

@@ -145,8 +145,11 @@ class Segments:
 
     def _victim(self, price: float) -> int:
         self._weights.weigh(self.policy.worths(), price, self.tick, self._weighed)
-        by_page = self._weights.by_page()
-        return min(self._closed, key=lambda segment: (by_page[self._at[segment]] or 0.0) * len(self._blocks[segment]))
+        live = [0] * self.count
+        for segment in self._closed:
+            live[self._at[segment]] = len(self._blocks[segment])
+        losses = self._weights.losses(live, self.area)
+        return min(self._closed, key=lambda segment: losses[self._at[segment]])
 
     def _gone(self, segment: int, lost: Sequence[int], share: float) -> None:
         self.policy.gone(Lost([self.use(block) for block in lost], self._orphans(lost), share), self.tick)

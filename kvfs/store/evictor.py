@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import nsmallest
+from operator import attrgetter
 
 import trio
 
@@ -24,9 +25,10 @@ from kvfs.store.groups import Group, Groups
 from kvfs.store.sealing import Sealing
 from kvfs.store.segment import Segment, State, usage
 from kvfs.types import PAGE_SIZE, InodeNumber
-from kvfs.worth import Ages, Use, Weights, Worths
+from kvfs.worth import Ages, Use, Weights
 
 log = logging.getLogger(__name__)
+_generation = attrgetter("generation")
 
 # Blocks that are open beyond the shares of their users go as if they were not open. A lease keeps a block, and not the
 # rest of its group: that may be more than leases may keep.
@@ -34,6 +36,7 @@ _KEPT_OPEN = (OpenState.OPEN, OpenState.BEING_WRITTEN)
 _KEPT = (OpenState.OPEN, OpenState.LEASED)
 # Blocks looked at, or removed, in one go: others wait meanwhile.
 _LOOK_BATCH = 256
+_LOOK_SEGMENTS = 4096
 _EVICT_BATCH = 64
 _SLOW_BATCH = 16
 _CARRY_TASKS = 8
@@ -45,6 +48,9 @@ _AVOID_S = 5.0
 # All segments are weighed anew when one part in so many of the pool has been written since. Not later than after one
 # part in so many of the segments have gone.
 _WEIGHED_SHARE = 256
+# So many blocks are weighed at once, in half a millisecond: to go to a thread and back takes longer. Of millions a
+# thread weighs.
+_WEIGHED_HERE = 1 << 17
 # Chosen besides, as some may be held when their turn comes.
 _SPARE_CHOICES = 16
 # The newest segments, one in so many, go only when no other can.
@@ -134,7 +140,7 @@ class Evictor:
             self._look_ahead(trio.current_time())
             if self._is_stale():  # the policy learns before the pool is full
                 async with self._lock:
-                    await self._weigh_all(0)
+                    await self._weigh_all()
             if not allowed() or not self._segments.usable or self._segments.free_count() >= self.low:
                 stuck_since = None
                 self._segments.exhausted = False
@@ -261,7 +267,8 @@ class Evictor:
         """The segment of a generation up to `newest` that goes next."""
         for weighed in (False, True):
             if weighed:
-                await self._weigh_all(newest)
+                await self._weigh_all()
+                self._chosen = await self._next_ones(newest)
             elif self._is_stale():
                 continue
             while self._chosen:
@@ -275,42 +282,48 @@ class Evictor:
         """Whether more has been written since all was weighed than a choice may be old."""
         return self._segments.tick - self._weighed_at > TICKS_PER_POOL // _WEIGHED_SHARE
 
-    async def _weigh_all(self, newest: int) -> None:
+    async def _weigh_all(self) -> None:
+        """Weigh all segments, and let the policy learn from what was there since the last time."""
         worths, price = self._policy.worths(), self._policy.price(self._budget_segments())
-        now, tick = trio.current_time(), self._segments.tick
+        tick = self._segments.tick
         self._plane.used_take(self._used)
-        # It takes milliseconds where there are millions of blocks.
-        self._chosen = await trio.to_thread.run_sync(self._weigh, worths, price, tick, now, newest)
-        self._policy.learn(self._used.take(), self._weights.ages.take(), tick - self._weighed_at)
+        if self._plane.table_statistics()["records"] <= _WEIGHED_HERE:
+            self._plane.segments_weigh(self._weights, worths, price, tick)
+        else:
+            await trio.to_thread.run_sync(self._plane.segments_weigh, self._weights, worths, price, tick)
+        if tick != self._weighed_at:
+            self._policy.learn(self._used.take(), self._weights.ages.take(), tick - self._weighed_at)
         self._weighed_at = tick
 
-    def _weigh(self, worths: Worths, price: float, tick: int, now: float, newest: int) -> list[tuple[Segment, int]]:
-        """Weigh all, and say which go next, the first last. In a thread: what it reads may change meanwhile."""
-        self._plane.segments_weigh(self._weights, worths, price, tick)
-        by_page = self._weights.by_page()
-        closed = [(s.generation, s.index) for s in self._segments.own if s.state == State.CLOSED]
-        closed.sort()
+    async def _next_ones(self, newest: int) -> list[tuple[Segment, int]]:
+        """The segments that go next, the first last, with their generations."""
+        live = []
+        for at in range(0, len(self._segments.all), _LOOK_SEGMENTS):
+            if at:
+                await trio.lowlevel.checkpoint()
+            live += [s.live_pages for s in self._segments.all[at : at + _LOOK_SEGMENTS]]
+        losses = self._weights.losses(live, self._segments.area)
+        now = trio.current_time()
+        closed = [s for s in self._segments.own if s.state is State.CLOSED]
+        closed.sort(key=_generation)
         # The newest are spared as long as another can go. Files that were closed a moment ago and are about to be
         # renamed lie there. In a stream with few writes, the newest segment may be the emptiest of all.
-        spared = len(closed) // _SPARED
-        older, newer = closed[: len(closed) - spared], closed[len(closed) - spared :]
-        for some in (older, newer):
-            losses: list[tuple[float, int, int]] = []
-            for generation, index in some:
-                segment = self._segments.all[index]
-                if generation > newest or not self._can_go(segment, now):
-                    continue
-                mean = by_page[index]
-                if mean is None:  # no block begins there: what is there goes with other segments
-                    mean = float("inf") if segment.live_pages else 0.0
-                losses.append((mean * segment.live_pages, generation, index))
-            if losses:
+        spared = len(closed) - len(closed) // _SPARED
+        for some in (closed[:spared], closed[spared:]):
+            found = [
+                (losses[s.index], s.generation, s.index)
+                for s in some
+                if s.generation <= newest and self._can_go(s, now)
+            ]  # fmt: skip
+            if found:
                 count = len(closed) // _WEIGHED_SHARE + 1 + _SPARE_CHOICES
-                return [(self._segments.all[index], g) for _, g, index in reversed(nsmallest(count, losses))]
+                return [(self._segments.all[index], g) for _, g, index in reversed(nsmallest(count, found))]
         return []
 
     def _can_go(self, segment: Segment, now: float) -> bool:
-        return segment.state == State.CLOSED and not segment.held and segment.avoid_until <= now and not segment.avoided
+        if segment.held or segment.avoided or segment.avoid_until > now:
+            return False
+        return segment.state is State.CLOSED
 
     def _budget_pages(self) -> int:
         """The pages that may still be carried over."""

@@ -60,18 +60,19 @@ class Learner:
 
 
 def _best_rates(chances: Sequence[float]) -> list[float]:
-    """For each bin: the most uses by the tick that a block which enters it may have, if it is kept up to some age."""
-    used = [1 - math.exp(-chance * width) for chance, width in zip(chances, _WIDTHS, strict=True)]
-    kept = [share / chance for share, chance in zip(used, chances, strict=True)]  # mean ticks in the bin
-    rates = []
-    for first in range(_BINS):
-        left, uses, ticks, best = 1.0, 0.0, 0.0, 0.0
-        for b in range(first, _BINS):
-            uses += left * used[b]
-            ticks += left * kept[b]
-            best = max(best, uses / ticks)
-            left *= 1 - used[b]
-            if left < 1e-6:
-                break
-        rates.append(best)
+    """For each bin: the most uses by the tick that a block which enters it may have, if it is kept up to some age.
+
+    From the last bin to the first: it pays to keep a block on as long as what follows has a better rate than the block
+    has up to there. So the best run from each bin is a row of best runs of later bins.
+    """
+    rates = [0.0] * _BINS
+    runs: list[tuple[float, float, float, float]] = []  # the last is next: rate; uses, ticks; share still unused behind
+    for b in reversed(range(_BINS)):
+        uses = 1 - math.exp(-chances[b] * _WIDTHS[b])
+        ticks, left = uses / chances[b], 1 - uses  # mean ticks in the bin
+        while runs and runs[-1][0] > uses / ticks:
+            _, more, longer, unused = runs.pop()
+            uses, ticks, left = uses + left * more, ticks + left * longer, left * unused
+        rates[b] = uses / ticks
+        runs.append((rates[b], uses, ticks, left))
     return rates

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,8 @@ def losses(
     segments: dict[int, list[tuple[int, int]]],
     tick: int,
     budget: float = 1.0,
-    dead: Sequence[int] = (),
 ) -> dict[int, float]:
-    """The loss of each segment of equal blocks by the page of its room. dead: segments that are half empty."""
+    """The loss of each segment of equal blocks by the page of its room."""
     blocks = [(segment, use) for segment, uses in segments.items() for use in uses]
     weights = Weights(max(segments) + 1)
     words = ffi.new("uint32_t[]", [(used & TICK_MASK) << 8 | hits for _, (used, hits) in blocks])
@@ -40,8 +40,9 @@ def losses(
     orphans = ffi.new("uint64_t[]", len(blocks) // 64 + 1)
     weighed = ffi.new("struct kvfs_weighed *", [words, places, orphans, len(blocks)])
     weights.weigh(policy.worths(), policy.price(budget), tick, weighed)
-    by_page = weights.by_page()
-    return {segment: (by_page[segment] or 0.0) * (0.5 if segment in dead else 1.0) for segment in segments}
+    live = [len(segments.get(segment, ())) for segment in range(weights.count)]
+    lost = weights.losses(live, 10)
+    return {segment: lost[segment] for segment in segments}
 
 
 def choose(policy: LeastLoss, segments: dict[int, list[tuple[int, int]]], tick: int, budget: float = 1.0) -> int:
@@ -64,11 +65,20 @@ def test_the_segment_whose_blocks_were_not_used_for_longest_goes() -> None:
 
 
 def test_dead_pages_are_free() -> None:
-    lost = losses(LeastLoss(), {1: [(100, 0)] * 2, 2: [(100, 0)] * 4}, 1000, dead=[1])
+    lost = losses(LeastLoss(), {1: [(100, 0)] * 2, 2: [(100, 0)] * 4}, 1000)
     assert lost[1] == pytest.approx(lost[2] / 2)
     weights = Weights(2)
     weights.weigh(LeastLoss().worths(), 1.0, 5, ffi.new("struct kvfs_weighed *"))
-    assert weights.by_page() == [None, None]
+    assert weights.losses([0, 3], 10) == [0.0, inf]
+
+
+def test_blocks_that_lie_in_several_segments_count_where_they_begin() -> None:
+    """A block of 8 pages begins in each segment of 10; of the second the other pages are a block's from elsewhere."""
+    weights, worths = Weights(2), Worths([[1.0] * len(AGES)] * WORTH_CLASSES)
+    places = ffi.new("uint64_t[]", [0 | 8 << 32, 1 | 8 << 32])
+    weighed = ffi.new("struct kvfs_weighed *", [ffi.new("uint32_t[]", 2), places, ffi.new("uint64_t[]", 1), 2])
+    weights.weigh(worths, 10.0, 0, weighed)
+    assert weights.losses([3, 10], 10) == [8 / 15, 1.0]
 
 
 def test_the_clock_goes_round() -> None:
