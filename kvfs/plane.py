@@ -540,11 +540,15 @@ class Plane:
         return Evicted(out.blocks, out.pages, bytes(ffi.buffer(gone)))
 
     def segments_weigh(self, weights: Weights, worths: Worths, price: float, tick: int) -> None:
-        """Weigh all segments by their blocks, and count blocks and ghosts. It reads what changes meanwhile: in any
-        thread, while the plane lives."""
+        """Weigh all segments by their blocks, and count these. It reads what changes meanwhile: in any thread, while
+        the plane lives."""
         lib.kvfs_segments_weigh(
             self._plane, worths.table, price_of(price), tick & TICK_MASK, weights.all, weights.count, weights.ages.all
         )
+
+    def ghosts_count(self, into: Ages, tick: int) -> None:
+        """Add the ghosts of evicted blocks. In any thread, while the plane lives, and in no step."""
+        lib.kvfs_ghosts_count(self._plane, tick & TICK_MASK, into.all)
 
     def used_take(self, into: Ages) -> None:
         """Uses since the last time, by the class and age that their blocks had before."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from kvfs._native import ffi
 from kvfs.chains import Chains, ghosts_of
-from kvfs.store.eviction import TICKS_PER_POOL, CopyBudget, EvictionPolicy, LeastLoss, Lost, worth_copying
+from kvfs.store.eviction import LEARN_TICKS, TICKS_PER_POOL, CopyBudget, EvictionPolicy, LeastLoss, Lost, worth_copying
 from kvfs.worth import Ages, Use, Weights, word_of
 
 # Left free for copies when a segment is opened for writers: the pool's reserve, less the one that it opens ahead.
@@ -136,7 +136,7 @@ class Segments:
     def _learn(self) -> None:
         """By what was there since the last time."""
         tick = self.tick
-        if tick > self._learnt:
+        if tick - self._learnt >= LEARN_TICKS:
             self._weights.weigh(self.policy.worths(), 0.0, tick, self._weighed)
             for uses, count in ghosts_of(self._chains.all):
                 self._weights.ages.count(uses, count, tick)

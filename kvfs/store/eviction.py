@@ -18,6 +18,8 @@ from kvfs.worth import Table, Use, Worths
 # here depends on the size of a pool or the speed of its engines. The clock has so many ticks while as much is written
 # as the pool holds.
 TICKS_PER_POOL = 1024
+# A policy learns after so many.
+LEARN_TICKS = 16
 
 # A copy costs a page written besides the page kept. So it must be worth this many times the loss of eviction by the
 # page.
@@ -28,8 +30,6 @@ _BUDGET_LOW = 1.0
 _SMOOTHING = 0.05
 # An orphan is worth something: its client may fill the hole before it, and the chain is whole again.
 _ORPHAN = 0.3
-# Worths are made anew after so many segments that went.
-_LEARNT_EVERY = 4
 # CARRY_SHARE: pages copied because they are worth it, of pages stored. The budget saves up so much of the pool at most,
 # and two segments at least. With more, a pool that was just filled for the first time copies for seconds while writers
 # wait for a free segment.
@@ -73,8 +73,8 @@ class EvictionPolicy(Protocol):
         ...
 
     def learn(self, uses: Table, there: Table, ticks: int) -> None:
-        """uses: since the last time, by the class and age that blocks had before, in the shape of a table of worths.
-        there: so many blocks and ghosts had that class and age, for so many ticks."""
+        """Told at each LEARN_TICKS. uses: since the last time, by the class and age that blocks had before, in the
+        shape of a table of worths. there: so many blocks and ghosts had that class and age, for so many ticks."""
         ...
 
     def worths(self) -> Worths:
@@ -112,6 +112,7 @@ class LeastLoss:
 
     def learn(self, uses: Table, there: Table, ticks: int) -> None:
         self._learner.learn(uses, there, ticks)
+        self._worths = Worths(self._learner.values(), _ORPHAN)
 
     def worths(self) -> Worths:
         return self._worths
@@ -127,5 +128,3 @@ class LeastLoss:
         # blocks of no worth, and those in use are lost behind it.
         self._gone += 1
         self._lost += (loss - self._lost) * max(_SMOOTHING, 1 / self._gone)
-        if self._gone % _LEARNT_EVERY == 0:
-            self._worths = Worths(self._learner.values(), _ORPHAN)

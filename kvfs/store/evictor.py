@@ -20,7 +20,7 @@ from kvfs.names import Look, step
 from kvfs.plane import OpenState
 from kvfs.record import Inode, Kind
 from kvfs.store.blocks import Blocks
-from kvfs.store.eviction import TICKS_PER_POOL, CopyBudget, EvictionPolicy, Lost, worth_copying
+from kvfs.store.eviction import LEARN_TICKS, TICKS_PER_POOL, CopyBudget, EvictionPolicy, Lost, worth_copying
 from kvfs.store.groups import Group, Groups
 from kvfs.store.sealing import Sealing
 from kvfs.store.segment import Segment, State, usage
@@ -98,9 +98,9 @@ class Evictor:
         self._blocks, self._sealing, self.names = blocks, sealing, blocks.names
         self.counters = EvictionCounters()
         self._weights, self._used = Weights(len(self._segments.all)), Ages()
-        # The next ones to go, with their generations, and the tick at which that was decided.
+        # The next ones to go, with their generations; the ticks at which that was decided, and the policy learnt.
         self._chosen: list[tuple[Segment, int]] = []
-        self._weighed_at = 0
+        self._weighed_at = self._learnt_at = 0
         # Free segments kept for writers; when that changed; how often they had waited by then.
         self._ahead, self._ahead_at, self._waits = 1, 0.0, 0
         self._lock = trio.Lock()
@@ -138,7 +138,7 @@ class Evictor:
             self._segments.need_space = trio.Event()
             self._segments.take_notes()
             self._look_ahead(trio.current_time())
-            if self._is_stale():  # the policy learns before the pool is full
+            if self._is_to_learn():  # also before the pool is full
                 async with self._lock:
                     await self._weigh_all()
             if not allowed() or not self._segments.usable or self._segments.free_count() >= self.low:
@@ -282,17 +282,28 @@ class Evictor:
         """Whether more has been written since all was weighed than a choice may be old."""
         return self._segments.tick - self._weighed_at > TICKS_PER_POOL // _WEIGHED_SHARE
 
+    def _is_to_learn(self) -> bool:
+        return self._segments.tick - self._learnt_at >= LEARN_TICKS
+
     async def _weigh_all(self) -> None:
         """Weigh all segments, and let the policy learn from what was there since the last time."""
         worths, price = self._policy.worths(), self._policy.price(self._budget_segments())
         tick = self._segments.tick
-        self._plane.used_take(self._used)
-        if self._plane.table_statistics()["records"] <= _WEIGHED_HERE:
+        learns = self._is_to_learn()
+
+        def weigh() -> None:
             self._plane.segments_weigh(self._weights, worths, price, tick)
+            if learns:
+                self._plane.ghosts_count(self._weights.ages, tick)
+
+        if self._plane.table_statistics()["records"] <= _WEIGHED_HERE:
+            weigh()
         else:
-            await trio.to_thread.run_sync(self._plane.segments_weigh, self._weights, worths, price, tick)
-        if tick != self._weighed_at:
-            self._policy.learn(self._used.take(), self._weights.ages.take(), tick - self._weighed_at)
+            await trio.to_thread.run_sync(weigh)
+        if learns:
+            self._plane.used_take(self._used)
+            self._policy.learn(self._used.take(), self._weights.ages.take(), tick - self._learnt_at)
+            self._learnt_at = tick
         self._weighed_at = tick
 
     async def _next_ones(self, newest: int) -> list[tuple[Segment, int]]:

@@ -41,7 +41,9 @@ const uint64_t *kvfs_chains_orphans(const struct kvfs_chains *chains);
 void kvfs_chains_used(struct kvfs_chains *chains, uint32_t slot);
 /* The slot of a block's parent, or UINT32_MAX: it is not known, or not there. */
 uint32_t kvfs_chains_parent(const struct kvfs_chains *chains, uint32_t slot);
-/* Uses of ghosts from *at on, up to `capacity`; returns how many, 0 at the end. *at begins with 0. */
+/* Keep so many ghosts from now on, one at least; never more than at creation. */
+void kvfs_chains_limit(struct kvfs_chains *chains, uint32_t ghosts);
+/* Uses of ghosts from *at on, up to `capacity`; returns how many, 0 at the end. *at begins with 0. Any thread. */
 uint32_t kvfs_chains_ghosts(const struct kvfs_chains *chains, uint32_t *at, uint32_t *uses, uint32_t capacity);
 void kvfs_chains_statistics(const struct kvfs_chains *chains, struct kvfs_chains_statistics *out);
 

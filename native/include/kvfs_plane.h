@@ -304,10 +304,12 @@ void kvfs_blocks_evict(struct kvfs_plane *plane, uint32_t segment, const uint64_
 /* For each inode: tick of its last use << 8 | hits. Hits are opens for reading since the mount, and stop at 255; an inode's creation is its
  * first use, and no hit. 0 for inodes that existed at the mount and were not opened since, and for missing ones. */
 int kvfs_inode_uses(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count, uint32_t *uses);
-/* Weigh the pool's segments by its blocks (kvfs_weigh), and count blocks and ghosts. It reads what others change meanwhile, and takes some 4 ns a
- * block: not for a thread that answers requests. */
+/* Weigh the pool's segments by its blocks (kvfs_weigh), and count these. It reads what others change meanwhile, and takes some 4 ns a block:
+ * where there are many, not for a thread that answers requests. */
 void kvfs_segments_weigh(struct kvfs_plane *plane, const struct kvfs_worths *worths, float price, uint32_t tick, struct kvfs_weight *segments,
                          uint32_t segment_count, struct kvfs_ages *ages);
+/* Add the ghosts of evicted blocks to `ages`. It takes a step to fit their number to that of blocks. Time as above. */
+void kvfs_ghosts_count(struct kvfs_plane *plane, uint32_t tick, struct kvfs_ages *ages);
 /* Uses since the last time, by the class and age that their blocks had before. */
 void kvfs_used_take(struct kvfs_plane *plane, struct kvfs_ages *out);
 /* `inode` is the block behind `parent` in its chain (kvfs_chains.h). Inodes that are not there are passed over. */

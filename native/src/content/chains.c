@@ -24,7 +24,8 @@ struct ghost {
 
 struct kvfs_chains {
     uint32_t slots, ghosts, buckets; /* buckets: a power of two */
-    uint32_t hand;                   /* the ghost of the ring that is overwritten next, from 0 on */
+    uint32_t limit;                  /* of ghosts, now: the ring's size */
+    uint32_t hand, end;              /* the ghost of the ring that is overwritten next, from 0 on; there is none from `end` on */
     struct link *links;              /* [0] is unused; then slots, then ghosts */
     struct ghost *memory;            /* by number less one */
     uint32_t *heads;                 /* of buckets */
@@ -44,7 +45,7 @@ int kvfs_chains_create(uint32_t slots, uint32_t ghosts, struct kvfs_chains **out
     if (!chains)
         return -ENOMEM;
     chains->slots = slots;
-    chains->ghosts = ghosts;
+    chains->ghosts = chains->limit = ghosts;
     chains->buckets = 1;
     while (chains->buckets < ghosts && chains->buckets < 1u << 31)
         chains->buckets *= 2;
@@ -184,25 +185,47 @@ static uint32_t *ghost_find(const struct kvfs_chains *chains, uint64_t key) {
 static void ghost_remove(struct kvfs_chains *chains, uint32_t *at) {
     struct ghost *ghost = &chains->memory[*at - 1];
     *at = ghost->next;
-    *ghost = (struct ghost){0};
+    ghost->next = 0;
+    __atomic_store_n(&ghost->key, 0, __ATOMIC_RELAXED);
     chains->counted.ghosts--;
+}
+
+static void ghost_forget(struct kvfs_chains *chains, uint32_t number) {
+    const struct ghost *ghost = &chains->memory[number - 1];
+    if (!ghost->key)
+        return;
+    cut(chains, chains->slots + number);
+    ghost_remove(chains, ghost_find(chains, ghost->key));
+    chains->counted.forgotten++;
 }
 
 /* A free ghost, which may have been the oldest. */
 static uint32_t ghost_make(struct kvfs_chains *chains, uint64_t key, uint32_t use) {
     uint32_t number = ++chains->hand;
-    chains->hand %= chains->ghosts;
+    chains->hand %= chains->limit;
+    ghost_forget(chains, number);
+    if (number > chains->end)
+        __atomic_store_n(&chains->end, number, __ATOMIC_RELAXED);
     struct ghost *ghost = &chains->memory[number - 1];
-    if (ghost->key) {
-        cut(chains, chains->slots + number);
-        ghost_remove(chains, ghost_find(chains, ghost->key));
-        chains->counted.forgotten++;
-    }
     uint32_t *bucket = bucket_of(chains, key);
-    *ghost = (struct ghost){.key = key, .use = use, .next = *bucket};
+    ghost->next = *bucket;
+    __atomic_store_n(&ghost->use, use, __ATOMIC_RELAXED);
+    __atomic_store_n(&ghost->key, key, __ATOMIC_RELAXED);
     *bucket = number;
     chains->counted.ghosts++;
     return chains->slots + number;
+}
+
+void kvfs_chains_limit(struct kvfs_chains *chains, uint32_t ghosts) {
+    uint32_t limit = ghosts > chains->ghosts ? chains->ghosts : ghosts < 1 ? 1 : ghosts;
+    if (!chains->ghosts)
+        return;
+    for (uint32_t number = chains->end; number > limit; number--)
+        ghost_forget(chains, number);
+    if (chains->end > limit)
+        __atomic_store_n(&chains->end, limit, __ATOMIC_RELAXED);
+    chains->limit = limit;
+    chains->hand %= limit;
 }
 
 /* ---- changes ---- */
@@ -276,7 +299,8 @@ uint32_t kvfs_chains_parent(const struct kvfs_chains *chains, uint32_t slot) {
 
 uint32_t kvfs_chains_ghosts(const struct kvfs_chains *chains, uint32_t *at, uint32_t *uses, uint32_t capacity) {
     uint32_t count = 0;
-    for (; *at < chains->ghosts && count < capacity; ++*at)
+    uint32_t end = __atomic_load_n(&chains->end, __ATOMIC_RELAXED);
+    for (; *at < end && count < capacity; ++*at)
         if (__atomic_load_n(&chains->memory[*at].key, __ATOMIC_RELAXED))
             uses[count++] = __atomic_load_n(&chains->memory[*at].use, __ATOMIC_RELAXED);
     return count;

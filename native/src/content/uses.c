@@ -92,6 +92,17 @@ void kvfs_segments_weigh(struct kvfs_plane *plane, const struct kvfs_worths *wor
     struct kvfs_weighed blocks = {.uses = (const uint32_t *)plane->uses, .orphans = kvfs_chains_orphans(plane->chains)};
     blocks.places = kvfs_table_places(plane->table, &blocks.count);
     kvfs_weigh(worths, price, tick, &blocks, segments, segment_count, ages);
+}
+
+/* Ghosts kept, by block. */
+#define GHOSTS_KEPT 2
+
+void kvfs_ghosts_count(struct kvfs_plane *plane, uint32_t tick, struct kvfs_ages *ages) {
+    struct kvfs_table_statistics table;
+    kvfs_names_begin(plane->names);
+    kvfs_table_statistics(plane->table, &table);
+    kvfs_chains_limit(plane->chains, (uint32_t)table.records * GHOSTS_KEPT);
+    kvfs_names_end(plane->names);
     uint32_t at = 0, count, uses[1024];
     while ((count = kvfs_chains_ghosts(plane->chains, &at, uses, 1024)))
         kvfs_worth_count(ages, tick, uses, count);
