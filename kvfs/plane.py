@@ -240,7 +240,7 @@ _STATISTICS = [
     "reads", "read_bytes", "writes", "write_bytes", "checksum_errors", "read_errors", "staged_bytes", "staging_size",
     "staged_files", "open_handles", "parked", "spins", "sleeps", "wakeups", "blocks_written", "blocks_copied",
     "written_bytes", "jobs_in_flight", "zombies", "open_bytes", "slow_requests", "handed", "flushes_sealed",
-    "ring_requests",
+    "ring_requests", "uses",
 ]  # fmt: skip
 _DEVICE_STATISTICS = [
     "reads", "read_bytes", "writes", "write_bytes", "errors", "timeouts", "read_ns", "write_ns",
@@ -558,6 +558,11 @@ class Plane:
         """The block is the one behind `parent` in its chain. Inodes that are not there are passed over."""
         lib.kvfs_inode_follow(self._plane, inode, parent)
 
+    def inode_parent(self, inode: int) -> InodeNumber | None:
+        """The block before it in its chain; None: that is not known, or not there."""
+        found = lib.kvfs_inode_parent(self._plane, inode)
+        return InodeNumber(found) if found > 0 else None
+
     def chains(self) -> ChainStatistics:
         """Of blocks whose parents are known, and of ghosts."""
         out = ffi.new("struct kvfs_chains_statistics *")
@@ -572,6 +577,10 @@ class Plane:
         """The inodes that are there are used now; `found`: they were read, which is a hit for each."""
         asked = ffi.from_buffer("uint64_t[]", array("Q", inodes))
         _check(lib.kvfs_inode_touch(self._plane, asked, len(inodes), found), "block table: touch")
+
+    def inode_done(self, inodes: Sequence[int]) -> None:
+        """The inodes that are there are needed no more, as a user says."""
+        lib.kvfs_inode_done(self._plane, ffi.from_buffer("uint64_t[]", array("Q", inodes)), len(inodes))
 
     def inode_is_open(self, inode: int) -> int:
         """An OpenState. Eviction may take an inode that is open beyond its users' shares."""

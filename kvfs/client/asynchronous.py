@@ -54,6 +54,8 @@ class BlockingClient(Protocol):
 
     def touch(self, keys: Iterable[Key]) -> int: ...
 
+    def done(self, keys: Iterable[Key]) -> int: ...
+
     def prestage(self, keys: Iterable[Key]) -> int: ...
 
     def buffer(self, size: int) -> memoryview: ...
@@ -130,6 +132,9 @@ class AsyncClient(ABC):
 
     async def touch(self, keys: Iterable[Key]) -> int:
         return await self._run(functools.partial(self.client.touch, keys))
+
+    async def done(self, keys: Iterable[Key]) -> int:
+        return await self._run(functools.partial(self.client.done, keys))
 
     def list(self, after: Key | None = None) -> AsyncKeys:
         """All keys behind `after`, for `async for`."""

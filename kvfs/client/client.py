@@ -326,9 +326,9 @@ class Client:
         return list(map(bool, self.library.delete(packed))) if packed.count else []
 
     def lease(self, keys: Iterable[Key], seconds: float) -> Lease:
-        """Keep blocks from eviction until the lease's release(), for `seconds` (60 at most; more is cut), or until this
-        client is gone: whichever ends first. `held` of the result tells which blocks are kept: those that exist, as far
-        as leases may hold them. All together hold an eighth of the pool at most, one client's a sixteenth.
+        """Keep blocks from eviction until the lease's release(), for `seconds` (an hour at most; more is cut), or until
+        this client is gone: whichever ends first. `held` of the result tells which blocks are kept: those that exist, as
+        far as leases may hold them. All together hold an eighth of the pool at most, one client's a sixteenth.
 
         A lease keeps no block that others delete or replace, whose bytes are bad, or whose device goes away. So a read
         may still miss. A block of two leases is kept until both have ended. The daemon is asked: DeadlineError,
@@ -343,6 +343,13 @@ class Client:
         daemon that is busy or gone does not hear of it."""
         packed = self.library.pack(keys)
         return self.library.touch(packed) if packed.count else 0
+
+    def done(self, keys: Iterable[Key]) -> int:
+        """A hint: nobody needs these blocks any more, as far as the caller knows, since their session has ended. They
+        go before others, until somebody uses them again. Returns how many exist. Of blocks that lie on other nodes of a
+        pod nothing is said."""
+        packed = self.library.pack(keys)
+        return self.library.done(packed) if packed.count else 0
 
     def list(self, after: Key | None = None) -> Iterator[bytes]:
         """All keys of the namespace in byte order, from the first behind `after`. Asks the daemon page by page: what is

@@ -306,6 +306,10 @@ class Library:
         with self as handle:
             return check(lib.kvfs_touch(handle, keys.struct), self.name)
 
+    def done(self, keys: Keys) -> int:
+        with self as handle:
+            return check(lib.kvfs_done(handle, keys.struct), self.name)
+
     def fresh(self) -> None:
         with self as handle:
             check(lib.kvfs_fresh(handle), self.name)

@@ -119,6 +119,7 @@ class Type(IntEnum):
     FOREIGN = 16
     FOREIGN_LEASE = 17
     FRESH = 18
+    DONE = 19
 
 
 class Flags(IntFlag):
@@ -748,6 +749,9 @@ class _Connection:
     async def touch(self, payload: bytes) -> None:
         self._store.plane.inode_touch(_inodes(payload), found=False)
 
+    async def done(self, payload: bytes) -> None:
+        self._store.plane.inode_done(_inodes(payload))
+
     async def foreign(self, payload: bytes) -> None:
         if self._clients.foreign is not None:
             self._clients.foreign.note(payload)
@@ -809,6 +813,7 @@ _REQUESTS = {
     int(Type.BAD_BLOCK): _Request(_Connection.bad_block, _WORDS.size, answered=False),
     int(Type.HITS): _Request(_Connection.hits, 8 * ITEMS_MAX, answered=False),
     int(Type.TOUCH): _Request(_Connection.touch, 8 * ITEMS_MAX, answered=False),
+    int(Type.DONE): _Request(_Connection.done, 8 * ITEMS_MAX, answered=False),
     int(Type.FOREIGN): _Request(_Connection.foreign, 8 + ITEMS_MAX * FOREIGN_BLOCK_SIZE, answered=False),
     int(Type.FOREIGN_LEASE): _Request(_Connection.foreign_lease, _LEASE.size + FOREIGN_BLOCK_SIZE * ITEMS_MAX),
     int(Type.FRESH): _Request(_Connection.fresh, 0),

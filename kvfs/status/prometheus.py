@@ -62,6 +62,7 @@ COUNTERS = {
     "names_missed": "Names asked for that were not there, but for those that were then made.",
     "opens": "Files opened for reading.",
     "opens_found": "Sealed blocks opened for reading.",
+    "uses": "Uses of blocks that count for eviction: not those of walks.",
     "ring_requests": "Requests that came by FUSE over io_uring.",
     "slow_requests": "Requests that took longer than kvfs mount --slow-ops.",
     "stale_opens": "Opens of blocks that had just gone.",

@@ -23,7 +23,9 @@ from kvfs.store.blocks import Blocks
 from kvfs.types import COUNTER_BITS, PAGE_SIZE
 
 # A longer lease is cut to this.
-LEASE_MAX_MS = 60_000
+LEASE_MAX_MS = 3_600_000
+# Another node keeps its blocks for so long at most: it may not hear of a lessee's end.
+_OTHERS_MAX_S = 60
 # All clients together may lease this part of the pool, one client half of that.
 _POOL_SHARE = 8
 _CLIENT_SHARE = 2 * _POOL_SHARE
@@ -51,6 +53,7 @@ class _Lease:
     # Of other nodes: how many, and how each of those is told of the end.
     other_blocks: int = 0
     others: list[Callable[[], None]] = field(default_factory=list)
+    kept: tuple[int, int] | None = None  # the user of the mount, and the inode that it keeps by this
 
 
 class Asking:
@@ -59,7 +62,7 @@ class Asking:
 
     def __init__(self, leases: Leases, lessee: Lessee, number: int, until_s: float, blocks: int) -> None:
         self.blocks = blocks
-        self.seconds = max(0.001, until_s - trio.current_time())
+        self.seconds = max(0.001, min(until_s - trio.current_time(), _OTHERS_MAX_S))
         self._leases, self._lessee, self._number, self._until_s = leases, lessee, number, until_s
         self._kept, self._others = 0, list[Callable[[], None]]()
 
@@ -109,6 +112,23 @@ class Leases:
         self._deadlines: list[tuple[float, int]] = []  # a heap; also of leases that were released
         self._blocks = self._granted = self._refused = self._expired = 0
         self._sooner = trio.Event()
+        # Users of the mount, who keep blocks by an extended attribute, and those blocks.
+        self._users: dict[int, Lessee] = {}
+        self._kept: dict[tuple[int, int], int] = {}
+
+    def keep(self, user: int, inode: int, seconds: int) -> bool:
+        """A user of the mount keeps one inode for so long at least, as a client does. A later call replaces this."""
+        lessee = self._users.setdefault(user, Lessee())
+        number, _ = self.take(lessee, 0, seconds * 1000, memoryview(inode.to_bytes(8, "little")))
+        if number:
+            self.drop_kept(user, inode)
+            self._kept[user, inode] = number
+            self._leases[number].kept = (user, inode)
+        return number != 0
+
+    def drop_kept(self, user: int, inode: int) -> None:
+        """What keep() did ends."""
+        self.release(self._users.get(user, Lessee()), self._kept.pop((user, inode), 0))
 
     def take(self, lessee: Lessee, number: int, milliseconds: int, inodes: memoryview) -> tuple[int, bytes]:
         """Keep these inodes (uint64_t): in a new lease, or with a number in that lease until its deadline. Returns the
@@ -215,6 +235,8 @@ class Leases:
     def _end(self, number: int) -> None:
         lease = self._leases.pop(number)
         lessee, told = lease.lessee, lease.told
+        if lease.kept is not None:
+            self._kept.pop(lease.kept, None)
         del lessee.leases[number]
         blocks = told.count + lease.other_blocks
         self._blocks -= blocks

@@ -120,7 +120,7 @@ int kvfs_put_vectors(struct kvfs_client *client, const struct kvfs_keys *keys, c
 /* deleted[i] = 1 if the block existed. Returns their number. */
 int kvfs_delete(struct kvfs_client *client, const struct kvfs_keys *keys, uint8_t *deleted);
 /* Keep blocks from eviction until kvfs_release(), until so many milliseconds have passed, or until this client is gone: whichever comes first. More than
- * 60,000 are cut. held[i] = 1 for those that are kept. 0: there is no such block, or leases hold all that they may: an eighth of the pool, one client half of
+ * 3,600,000 are cut; of blocks of other nodes 60,000. held[i] = 1 for those that are kept. 0: there is no such block, or leases hold all that they may: an eighth of the pool, one client half of
  * that. Returns their number. A lease keeps no block that others delete or replace, whose bytes are bad, or whose device goes. A block of two leases is
  * kept until both have ended. *lease: 0 if nothing is kept. On an error nothing is, but -ETIMEDOUT leaves to its deadline what the daemon may have
  * taken. Asks the daemon, once for 4,096 keys. -EINVAL: 0 milliseconds. -ENOTCONN. */
@@ -130,6 +130,9 @@ int kvfs_release(struct kvfs_client *client, uint64_t lease);
 /* For eviction each block counts as read now; it is no hit of statistics. A hint: a daemon that is busy or gone does not hear of it. Returns how many
  * exist. */
 int kvfs_touch(struct kvfs_client *client, const struct kvfs_keys *keys);
+/* A hint: these blocks are needed no more, as far as the caller knows, since their session has ended. They go before others, until somebody uses them
+ * again. Blocks of other nodes of a pod are their nodes' business: nothing is said of them. Returns how many exist. */
+int kvfs_done(struct kvfs_client *client, const struct kvfs_keys *keys);
 /* In a pod: return once everything is found here that the other nodes had stored or removed before this call. They are asked for what they hold back;
  * names that engines are about to rename aside. 0, also where the pool is no pod. -ETIMEDOUT: a node that lives gave no answer in 100 ms; the message
  * names it. -EHOSTUNREACH: no engine can be reached. */

@@ -314,11 +314,15 @@ void kvfs_ghosts_count(struct kvfs_plane *plane, uint32_t tick, struct kvfs_ages
 void kvfs_used_take(struct kvfs_plane *plane, struct kvfs_ages *out);
 /* `inode` is the block behind `parent` in its chain (kvfs_chains.h). Inodes that are not there are passed over. */
 void kvfs_inode_follow(struct kvfs_plane *plane, uint64_t inode, uint64_t parent);
+/* The inode that it is the one behind. -ENOENT: that is not known, or one of the two is not there. */
+int64_t kvfs_inode_parent(struct kvfs_plane *plane, uint64_t inode);
 void kvfs_plane_chains(struct kvfs_plane *plane, struct kvfs_chains_statistics *out);
 /* The clock of uses; its low 24 bits count. */
 void kvfs_set_tick(struct kvfs_plane *plane, uint32_t tick);
 /* Blocks that are used now. found: native clients have read them, which is a hit for each. Missing inodes are passed over. */
 int kvfs_inode_touch(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count, int found);
+/* Blocks that are needed no more, as a user says: they are worth what such blocks were worth so far, until their next use. */
+void kvfs_inode_done(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count);
 /* Beyond share: sealed, and all its users hold more than their share; eviction may take it. Leased: neither, and a lease keeps it. */
 enum kvfs_open_state { KVFS_NOT_OPEN = 0, KVFS_OPEN = 1, KVFS_BEING_WRITTEN = 2, KVFS_OPEN_BEYOND_SHARE = 3, KVFS_LEASED = 4 };
 int kvfs_inode_is_open(struct kvfs_plane *plane, uint64_t inode);
@@ -553,6 +557,7 @@ struct kvfs_statistics {
     uint64_t slow_requests;         /* took longer than slow_ms */
     uint64_t handed;                /* events, completions and calls that Python took */
     uint64_t flushes_sealed;        /* files that a FLUSH sealed without Python */
+    uint64_t uses;                  /* of blocks, as eviction counts them */
     uint64_t ring_requests;         /* came by FUSE over io_uring */
     uint64_t found_ages[KVFS_AGES]; /* opens of sealed blocks, and hits reported by clients: [0] within a second of mtime, [i] below 2^i
                                      * s */

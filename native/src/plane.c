@@ -265,6 +265,7 @@ void kvfs_statistics_get(struct kvfs_plane *plane, struct kvfs_statistics *out) 
     TAKE(lookup_misses);
     TAKE(opens);
     TAKE(opens_found);
+    TAKE(uses);
     TAKE(stale_opens);
     TAKE(reads);
     TAKE(read_bytes);

@@ -2,7 +2,7 @@
  * kvfs/frontend/clients.py are the other end.
  *
  * A connection that begins with "KVFSCLI1" instead of '{' speaks frames: struct wire_frame and `size` bytes behind it. The client asks,
- * the daemon answers with the same type and id, in any order: a client may have many requests under way. HITS, TOUCH, REPORT, BAD_BLOCK and FOREIGN
+ * the daemon answers with the same type and id, in any order: a client may have many requests under way. HITS, TOUCH, DONE, REPORT, BAD_BLOCK and FOREIGN
  * have no answer; CLOSE comes unasked. An answer with status < 0 is -errno and its payload a message. Either side hangs up on a frame that breaks a
  * rule below. When the connection ends, the daemon takes back every reservation that was not committed, and ends every lease.
  */
@@ -11,8 +11,9 @@
 
 #include "kvfs_format.h"
 
-#define KVFS_WIRE_VERSION 5            /* RESERVE names the block before by its number */
-#define KVFS_WIRE_OLDEST 4             /* format 2 came with it: a library that knows format 1 cannot read its blocks. Spoken too, by both sides: an upgrade of either leaves the other at work */
+#define KVFS_WIRE_VERSION 5 /* RESERVE names the block before by its number */
+#define KVFS_WIRE_OLDEST \
+    4 /* format 2 came with it: a library that knows format 1 cannot read its blocks. Spoken too, by both sides: an upgrade of either leaves the other at work */
 #define KVFS_WIRE_SIZE_MAX (16u << 20) /* of a payload */
 #define KVFS_WIRE_FDS_MAX 128          /* in one frame */
 #define KVFS_WIRE_ITEMS_MAX 4096       /* in one request */
@@ -37,7 +38,8 @@ enum wire_type {
     WIRE_TOUCH = 15,
     WIRE_FOREIGN = 16,
     WIRE_FOREIGN_LEASE = 17,
-    WIRE_FRESH = 18
+    WIRE_FRESH = 18,
+    WIRE_DONE = 19 /* from version 5 on */
 };
 struct wire_frame {
     uint32_t size;
@@ -80,10 +82,10 @@ struct wire_welcome {
 static_assert(sizeof(struct wire_welcome) == 80, "wire");
 
 enum wire_flag {
-    WIRE_TABLE = 1,   /* RESERVE, DELETE: directories come before the items, and each item is in one of them */
-    WIRE_HASHES = 2,  /* RESERVE, of version 4: each item has a uint64_t that says nothing here */
-    WIRE_LONG = 4,    /* LIST: keys of more than 127 bytes, too */
-    WIRE_PARENTS = 8  /* RESERVE: each item names the block before it */
+    WIRE_TABLE = 1,  /* RESERVE, DELETE: directories come before the items, and each item is in one of them */
+    WIRE_HASHES = 2, /* RESERVE, of version 4: each item has a uint64_t that says nothing here */
+    WIRE_LONG = 4,   /* LIST: keys of more than 127 bytes, too */
+    WIRE_PARENTS = 8 /* RESERVE: each item names the block before it */
 };
 /* RESERVE, DELETE, LIST: whose names. Then space_size bytes of namespace path. With WIRE_TABLE uint64_t count, 1 to KVFS_WIRE_DIRECTORIES_MAX, and
  * so many directories like LIST's keys: paths below the namespace, of at most 1023 bytes. An empty one is the namespace itself. Then come the items;
@@ -146,9 +148,10 @@ static_assert(sizeof(struct wire_delete) == 8, "wire");
  * uint64_t count, then keys in the same form, in byte order; none at the end. */
 /* LOOKUP: uint64_t parent, uint64_t name_size, name. Answer: the inode record, or status -ENOENT. */
 /* BAD_BLOCK: uint64_t inode, uint64_t segment: its checksums failed twice. */
-/* HITS: uint64_t inodes of blocks read. TOUCH: the same, of blocks that are used now without a read. */
-/* LEASE: this and uint64_t inodes, at least one: the client has looked their names up. The blocks are kept until `milliseconds` have passed, 60,000 at
- * most. With a lease that was answered before they are added to it, until its deadline; none is kept if it has ended. Answer: uint64_t lease (0:
+/* HITS: uint64_t inodes of blocks read. TOUCH: the same, of blocks that are used now without a read. DONE: of blocks
+ * that nobody needs any more, as far as the client knows. */
+/* LEASE: this and uint64_t inodes, at least one: the client has looked their names up. The blocks are kept until `milliseconds` have passed, 3,600,000
+ * at most. With a lease that was answered before they are added to it, until its deadline; none is kept if it has ended. Answer: uint64_t lease (0:
  * nothing is kept), then a uint8_t for each inode: 1: it is kept; 0: it is not. */
 struct wire_lease {
     uint64_t lease;        /* 0: a new one */

@@ -156,7 +156,8 @@ int kvfs_release(struct kvfs_client *client, uint64_t lease) {
     return r == -ENOTCONN ? 0 : r; /* it ended with its daemon */
 }
 
-int kvfs_touch(struct kvfs_client *client, const struct kvfs_keys *keys) {
+/* Tell the daemon of the blocks that exist: WIRE_TOUCH or WIRE_DONE. Returns how many do. */
+static int keys_tell(struct kvfs_client *client, const struct kvfs_keys *keys, uint16_t type) {
     struct connection *connection;
     struct shards shards = {0};
     uint64_t inodes[CLIENT_HITS_MAX];
@@ -166,6 +167,7 @@ int kvfs_touch(struct kvfs_client *client, const struct kvfs_keys *keys) {
     int r = connection_get(client, &connection), found = 0;
     if (r < 0)
         return r;
+    bool tells = type != WIRE_DONE || connection->version >= 5; /* an older daemon hangs up on what it does not know */
     for (uint32_t i = 0; i < keys->count; key += keys->sizes[i++]) {
         struct kvfs_record record;
         r = key_find(client, connection, &shards, keys->kind, key, keys->sizes[i], &record);
@@ -177,18 +179,24 @@ int kvfs_touch(struct kvfs_client *client, const struct kvfs_keys *keys) {
             inodes[waiting++] = record.inode;
         found += r == 0;
         if (waiting == CLIENT_HITS_MAX) {
-            wire_notify(connection, WIRE_TOUCH, inodes, waiting * (uint32_t)sizeof(*inodes));
+            if (tells)
+                wire_notify(connection, type, inodes, waiting * (uint32_t)sizeof(*inodes));
             waiting = 0;
         }
         if (foreign == CLIENT_FOREIGN_MAX) {
-            foreign_notify(connection, WIRE_FOREIGN_TOUCH, blocks, foreign);
+            if (type == WIRE_TOUCH)
+                foreign_notify(connection, WIRE_FOREIGN_TOUCH, blocks, foreign);
             foreign = 0;
         }
     }
-    if (waiting)
-        wire_notify(connection, WIRE_TOUCH, inodes, waiting * (uint32_t)sizeof(*inodes));
-    if (foreign)
+    if (waiting && tells)
+        wire_notify(connection, type, inodes, waiting * (uint32_t)sizeof(*inodes));
+    if (foreign && type == WIRE_TOUCH)
         foreign_notify(connection, WIRE_FOREIGN_TOUCH, blocks, foreign);
     connection_put(connection);
     return r < 0 && r != -ENOENT ? r : found;
 }
+
+int kvfs_touch(struct kvfs_client *client, const struct kvfs_keys *keys) { return keys_tell(client, keys, WIRE_TOUCH); }
+
+int kvfs_done(struct kvfs_client *client, const struct kvfs_keys *keys) { return keys_tell(client, keys, WIRE_DONE); }

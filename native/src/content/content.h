@@ -108,6 +108,10 @@ void use_enter(struct kvfs_plane *plane, const struct kvfs_record *block, const 
 void use_replace(struct kvfs_plane *plane, const struct kvfs_record *other, const struct kvfs_record *block);
 /* It is there no more: evicted, or removed. */
 void use_leave(struct kvfs_plane *plane, const struct kvfs_record *block, bool evicted);
+/* The block is the one behind `parent`, as kvfs_inode_follow(). Within a step. */
+void inode_follow(struct kvfs_plane *plane, uint64_t inode, uint64_t parent);
+/* A block that is to be stored unless it is there was found. One use in a tick. */
+void use_look(struct kvfs_plane *plane, const struct kvfs_record *record);
 void missed_add(struct kvfs_plane *plane, uint64_t hash);
 /* The name is made now, so its look-up was no miss: every kernel looks a name up before it makes one. */
 void missed_made(struct kvfs_plane *plane, uint64_t parent, const char *name);
@@ -130,6 +134,39 @@ struct node *handle_close(struct kvfs_plane *plane, struct transport *transport,
 void node_released(struct kvfs_plane *plane, struct node *node, bool was_writer);
 /* Close all handles of a transport. Returns the inode of a directory that Python is to release. Called again, *from on, until it returns 0. */
 uint64_t handles_drop(struct kvfs_plane *plane, struct transport *transport, uint32_t *from);
+
+/* ---- processes.c: who uses blocks, and in which order ---- */
+
+#define PROCESSES 1021u
+#define THREADS 4093u
+#define PROCESS_LISTS 1u
+#define PROCESS_LOADS 2u
+#define PROCESS_STORES 4u
+/* Who makes a request: a thread of this machine, as /proc knows it, or of a guest's. */
+struct caller {
+    uint32_t guest; /* the transport's user; 0: this machine */
+    uint32_t thread;
+};
+struct process {
+    atomic_ullong key, last; /* last: the inode that it used or made last */
+    atomic_uint did;         /* PROCESS_ */
+};
+struct thread {
+    atomic_ullong key;
+    atomic_uint process, read_s;
+    atomic_bool listed; /* a directory, and has made nothing since */
+};
+struct processes {
+    struct process all[PROCESSES]; /* by hash; whoever comes takes the place */
+    struct thread threads[THREADS];
+};
+void process_lists(struct kvfs_plane *plane, struct caller caller); /* a directory */
+/* A block was opened for reading: a use, but for one who walks. */
+void process_opens(struct kvfs_plane *plane, struct caller caller, const struct kvfs_record *block);
+/* A block was looked up and found: a use of one who loads or stores. */
+void process_looks(struct kvfs_plane *plane, struct caller caller, const struct kvfs_record *block);
+/* A file was made. It comes behind what the process used or made last. */
+void process_makes(struct kvfs_plane *plane, struct caller caller, uint64_t inode);
 
 /* ---- shares.c: what each user holds ---- */
 
@@ -421,7 +458,7 @@ void pool_add(struct worker_pool *pool, struct job *job);
 struct counters {
     atomic_ullong requests, forwarded, forward_timeouts, lookups, lookup_misses, misses_made, opens, opens_found, stale_opens, reads, read_bytes,
         writes, write_bytes, checksum_errors, read_errors, staged_files, open_handles, parked, spins, sleeps, wakeups, blocks_written, blocks_copied,
-        written_bytes, jobs_in_flight, slow_requests, ring_requests, handed, flushes_sealed;
+        written_bytes, jobs_in_flight, slow_requests, ring_requests, handed, flushes_sealed, uses;
 };
 struct kvfs_plane {
     struct kvfs_plane_config config;
@@ -447,13 +484,14 @@ struct kvfs_plane {
     struct user users[USERS_MAX + 1]; /* by hash; the last is shared by all users without a place */
     struct shard shards[SHARDS];
     struct handle_table handles;
-    atomic_uint *uses; /* by table slot: tick of the last use << 8 | hits, which stop at 255 */
-    atomic_uint tick;  /* 24 bits */
+    atomic_uint *uses;          /* by table slot: tick of the last use << 8 | hits, which stop at 255 */
+    atomic_uint tick;           /* 24 bits */
     struct kvfs_ages used;      /* uses since they were last taken, by the age before */
     struct kvfs_chains *chains; /* changed in steps (I4) */
     struct worker_pool store;
     atomic_bool stopping;
     struct counters count;
+    struct processes processes;
     atomic_ullong missed_names[MISSED_NAMES]; /* hashes of names that were looked up and missing, by hash */
     atomic_ullong missed_told;                /* the largest count that kvfs_statistics_get() has returned: a counter never goes back */
     atomic_ullong found_ages[KVFS_AGES];

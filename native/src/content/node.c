@@ -68,10 +68,7 @@ int node_open(struct kvfs_plane *plane, uint64_t inode, struct user *user, bool 
         node = NULL;
     }
     if (node) {
-        if (!writer && record->flags & KVFS_INODE_SEALED) {
-            COUNT(plane, opens_found, 1);
-            found_add(plane, record);
-        }
+        COUNT(plane, opens_found, !writer && record->flags & KVFS_INODE_SEALED);
         if (node->handles++ == 0) {
             node->payer = user;
             hold_charge(plane, node, foreign ? 0 : record->size); /* its owner evicts it as it likes */

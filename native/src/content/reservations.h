@@ -18,7 +18,7 @@ struct reservation {
     struct holder *holder;
     struct version version;
     uint64_t number, until, moves;
-    uint64_t parent; /* the block before it in its chain, as its client says; 0: not known */
+    uint64_t parent;                  /* the block before it in its chain, as its client says; 0: not known */
     struct kvfs_inode_record *record; /* as its header is to have it; NULL once it has entered */
     uint32_t pages, run_count;
     bool open;     /* it may be committed */

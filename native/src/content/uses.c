@@ -8,6 +8,7 @@ static uint32_t tick_now(struct kvfs_plane *plane) { return atomic_load_explicit
 /* A block with this use is used again. */
 static void use_again(struct kvfs_plane *plane, uint32_t slot, uint32_t use) {
     uint32_t hits = use & 0xff, tick = tick_now(plane);
+    COUNT(plane, uses, 1);
     kvfs_worth_count(&plane->used, tick, &use, 1);
     atomic_store_explicit(&plane->uses[slot], tick << 8 | (hits < 255 ? hits + 1 : hits), memory_order_relaxed);
     kvfs_chains_used(plane->chains, slot);
@@ -45,6 +46,14 @@ void found_add(struct kvfs_plane *plane, const struct kvfs_record *record) {
     uint32_t bucket = age > 0 ? 64 - (uint32_t)__builtin_clzll((uint64_t)age) : 0;
     atomic_fetch_add_explicit(&plane->found_ages[bucket < KVFS_AGES ? bucket : KVFS_AGES - 1], 1, memory_order_relaxed);
     use_add(plane, record->slot);
+}
+
+void use_look(struct kvfs_plane *plane, const struct kvfs_record *record) {
+    if (record->flags & KVFS_INODE_FOREIGN)
+        return;
+    uint32_t use = atomic_load_explicit(&plane->uses[record->slot], memory_order_relaxed);
+    if (use >> 8 != tick_now(plane))
+        use_again(plane, record->slot, use);
 }
 
 uint64_t name_hash(struct kvfs_plane *plane, uint64_t parent, const char *name, size_t size) {
@@ -87,6 +96,17 @@ int kvfs_inode_touch(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t 
     return 0;
 }
 
+/* No block grows so old by itself: it takes 4,096 pools' worth of writes. So uses of those that were done with are counted for themselves. */
+#define DONE_AGE (1u << 22)
+
+void kvfs_inode_done(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count) {
+    for (uint32_t i = 0; i < count; i++) {
+        struct kvfs_record record;
+        if (kvfs_table_find_inode(plane->table, inodes[i], &record) == 0)
+            atomic_store_explicit(&plane->uses[record.slot], ((tick_now(plane) - DONE_AGE) & 0xffffff) << 8, memory_order_relaxed);
+    }
+}
+
 void kvfs_segments_weigh(struct kvfs_plane *plane, const struct kvfs_worths *worths, float price, uint32_t tick, struct kvfs_weight *segments,
                          uint32_t segment_count, struct kvfs_ages *ages) {
     struct kvfs_weighed blocks = {.uses = (const uint32_t *)plane->uses, .orphans = kvfs_chains_orphans(plane->chains)};
@@ -114,12 +134,30 @@ void kvfs_used_take(struct kvfs_plane *plane, struct kvfs_ages *out) {
             out->counts[row][i] = __atomic_exchange_n(&plane->used.counts[row][i], 0, __ATOMIC_RELAXED);
 }
 
-void kvfs_inode_follow(struct kvfs_plane *plane, uint64_t inode, uint64_t parent) {
+void inode_follow(struct kvfs_plane *plane, uint64_t inode, uint64_t parent) {
     struct kvfs_record block, before;
-    kvfs_names_begin(plane->names);
     if (kvfs_table_find_inode(plane->table, inode, &block) == 0 && kvfs_table_find_inode(plane->table, parent, &before) == 0)
         kvfs_chains_follow(plane->chains, block.slot, before.slot);
+}
+
+void kvfs_inode_follow(struct kvfs_plane *plane, uint64_t inode, uint64_t parent) {
+    kvfs_names_begin(plane->names);
+    inode_follow(plane, inode, parent);
     kvfs_names_end(plane->names);
+}
+
+int64_t kvfs_inode_parent(struct kvfs_plane *plane, uint64_t inode) {
+    struct kvfs_record block, before;
+    int64_t parent = -ENOENT;
+    kvfs_names_begin(plane->names);
+    if (kvfs_table_find_inode(plane->table, inode, &block) == 0) {
+        uint32_t slot = kvfs_chains_parent(plane->chains, block.slot);
+        uint64_t at = slot, low, high; /* numbers of the scan are from 1 on */
+        if (slot != UINT32_MAX && kvfs_table_scan(plane->table, &at, &before, &low, &high) == 1 && before.slot == slot)
+            parent = (int64_t)before.inode;
+    }
+    kvfs_names_end(plane->names);
+    return parent;
 }
 
 void kvfs_plane_chains(struct kvfs_plane *plane, struct kvfs_chains_statistics *out) {

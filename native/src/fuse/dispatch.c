@@ -112,6 +112,8 @@ static void do_lookup(struct server *server, struct fuse_in_header *in) {
         bool staged = !foreign && S_ISREG(record.mode) && overlay_attr(plane, record.inode, &entry.attr);
         if (!foreign) /* a kernel cannot be told in time of what another node does: it keeps neither name nor attributes */
             entry_timeouts(server->transport, &entry.attr, staged || !(record.flags & KVFS_INODE_SEALED), &entry);
+        if (S_ISREG(record.mode) && record.flags & KVFS_INODE_SEALED)
+            process_looks(plane, caller_of(server->transport, in->pid), &record);
         reply_data(server, in->unique, &entry, sizeof(entry));
     }
     slow_look(plane, FUSE_LOOKUP, in->nodeid, latency_add(plane, LATENCY_LOOKUP, server->arrived_ns));
@@ -160,6 +162,8 @@ static void do_open(struct server *server, struct fuse_in_header *in) {
     struct fuse_open_out out;
     memset(&out, 0, sizeof(out));
     if (r == 0) {
+        if (record.flags & KVFS_INODE_SEALED)
+            process_opens(plane, caller_of(server->transport, in->pid), &record);
         r = handle_open(plane, server->transport, node, user, open.flags, false, &out.fh);
         if (r < 0) {
             struct shard *shard = shard_of(plane, in->nodeid);
@@ -507,8 +511,10 @@ static void do_readdir(struct server *server, struct fuse_in_header *in) {
         reply_error(server, in->unique, -ENOSYS);
     else if (read->offset > INT64_MAX) /* a cookie is an inode number + 2, or a smaller one for "." and ".." */
         reply_error(server, in->unique, -EINVAL);
-    else
+    else {
+        process_lists(server->plane, caller_of(server->transport, in->pid));
         mux_forward(server, 0, read->offset);
+    }
 }
 
 static void do_releasedir(struct server *server, struct fuse_in_header *in) {

@@ -79,6 +79,7 @@ struct transport {
     atomic_uint forwarded;     /* under way in the session */
     atomic_uint kernel_number; /* counts the kernels that came and went: handles of an earlier one are not this one's */
 };
+static inline struct caller caller_of(const struct transport *transport, uint32_t pid) { return (struct caller){transport->user, pid}; }
 static inline uint32_t user_id(const struct transport *transport, uint32_t uid) { return transport->user ? transport->user : uid; }
 int transport_start(struct kvfs_plane *plane, int fd);
 int server_init(struct transport *transport, uint32_t index, int fd); /* fd is the server's from then on, also after a failure */
@@ -126,7 +127,7 @@ struct pending {
     struct transport *transport;
     struct server *server;
     uint64_t unique, node, deadline_ns, arrived_ns, offset, fh;
-    uint32_t opcode, flags, salt, index, size, user;
+    uint32_t opcode, flags, salt, index, size, user, pid;
     uint32_t kernel_number; /* the transport's, when the request came */
     bool live, timed_out, call;
     struct pending *next, *previous; /* by deadline; or free list */

@@ -248,6 +248,7 @@ static void forward(struct server *server, uint32_t flags, uint64_t offset, stru
                               .opcode = in->opcode,
                               .flags = flags,
                               .user = user_id(server->transport, in->uid),
+                              .pid = in->pid,
                               .salt = salt & 0x3fffffff,
                               .index = index,
                               .size = size,
@@ -436,6 +437,8 @@ static int open_reply(struct kvfs_plane *plane, struct pending *p, uint64_t inod
     bool uncached = !p->transport->guest && host_opens_uncached(node);
     if (p->transport->guest && writer)
         atomic_store(&node->guest_wrote, true); /* before there is a handle to write by */
+    if (!writer && record.flags & KVFS_INODE_SEALED)
+        process_opens(plane, caller_of(p->transport, p->pid), &record);
     r = handle_open(plane, p->transport, node, user, p->flags, writer, &fh);
     if (r < 0) {
         struct shard *shard = shard_of(plane, inode);
@@ -640,6 +643,8 @@ static int reply_patch(struct kvfs_plane *plane, struct pending *p, uint8_t **bo
 /* Makes the kernel's reply of a body. Returns 0, or the error to answer instead. */
 static int reply_make(struct kvfs_plane *plane, struct pending *p, uint8_t **body, uint32_t *length, int error) {
     int r = error ? error : reply_patch(plane, p, body, length);
+    if (r == 0 && p->opcode == FUSE_CREATE && *length >= sizeof(uint64_t))
+        process_makes(plane, caller_of(p->transport, p->pid), ((struct fuse_entry_out *)(void *)*body)->nodeid);
     if (error == 0 && p->transport->guest)
         guest_changed(plane, p, p->opcode == FUSE_CREATE && *length >= 8 ? ((struct fuse_entry_out *)(void *)*body)->nodeid : p->node);
     return r;
@@ -676,6 +681,7 @@ static struct pending pending_here(struct server *server, uint32_t flags) {
                             .opcode = in->opcode,
                             .flags = flags,
                             .user = user_id(server->transport, in->uid),
+                            .pid = in->pid,
                             .kernel_number = atomic_load(&server->transport->kernel_number)};
 }
 

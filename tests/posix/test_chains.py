@@ -1,0 +1,169 @@
+"""Chains and uses by files: the order in which processes look blocks up, load and store them; and hints."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+
+import pytest
+
+PARENT, KEEP = "user.kvfs.parent", "user.kvfs.keep"
+BLOCK = 128 << 10
+
+# Other than the test's own process: what it does is known. Paths come in order.
+PLAYER = """
+import os, sys
+from concurrent.futures import ThreadPoolExecutor
+threads, *paths = sys.argv[1:]
+
+def store(path):
+    with open(path + ".tmp", "wb") as file:
+        file.write(os.urandom({block}))
+    os.rename(path + ".tmp", path)
+
+def load(path):
+    with open(path, "rb") as file:
+        file.read()
+
+there = 0
+while there < len(paths) and os.path.exists(paths[there]):
+    there += 1
+for path in paths[:there]:
+    load(path)
+with ThreadPoolExecutor(int(threads)) as pool:
+    list(pool.map(store, paths[there:]))
+"""
+
+
+def play(paths, threads=1):
+    command = [sys.executable, "-c", PLAYER.format(block=BLOCK), str(threads), *map(str, paths)]
+    subprocess.run(command, check=True, timeout=60)
+
+
+def parent_of(path):
+    try:
+        return os.getxattr(path, PARENT).decode()
+    except OSError as error:
+        assert error.errno == errno.ENODATA, error
+        return None
+
+
+def chain(directory, name, count):
+    return [directory / f"{name}-{i:03d}" for i in range(count)]
+
+
+@pytest.fixture
+def mounted(own_pool):
+    pool = own_pool(files=2, size="64M")
+    (pool.mount / "d").mkdir()
+    return pool
+
+
+@pytest.mark.timeout(120)
+def test_a_process_stores_a_prefix_behind_what_it_found_of_it(mounted):
+    directory = mounted.mount / "d"
+    first = chain(directory, "a", 10)
+    play(first)
+    assert [parent_of(path) for path in first] == [None, *(path.name for path in first[:-1])]
+    # Another prompt that begins likewise, of another process.
+    second = first[:4] + chain(directory, "b", 5)
+    play(second)
+    assert [parent_of(path) for path in second[4:]] == [path.name for path in second[3:-1]]
+    assert mounted.status()["counters"]["parents_known"] == 9 + 5
+
+
+@pytest.mark.timeout(120)
+def test_threads_of_one_process_are_one(mounted):
+    """With as many files begun at a time as there are threads, a parent is a neighbour at least."""
+    paths = chain(mounted.mount / "d", "a", 64)
+    play(paths, threads=4)
+    for i, path in enumerate(paths[1:], 1):
+        parent = parent_of(path)
+        assert parent is not None and abs(int(parent[-3:]) - i) <= 8, (path, parent)
+
+
+@pytest.mark.timeout(120)
+def test_a_parent_can_be_said(mounted):
+    directory = mounted.mount / "d"
+    play([directory / "one"])
+    play([directory / "two"])
+    (mounted.mount / "e").mkdir()
+    play([mounted.mount / "e" / "three"])
+    assert parent_of(directory / "two") is None
+    os.setxattr(directory / "two", PARENT, b"one")
+    assert parent_of(directory / "two") == "one"
+    os.setxattr(directory / "two", PARENT, b"/e/three")
+    assert parent_of(directory / "two") == "/e/three"
+    assert PARENT not in os.listxattr(directory / "two")
+    for value, error in ((b"nothing", errno.ENOENT), (b"/e/three/four", errno.ENOTDIR), (b"", errno.ENOENT)):
+        with pytest.raises(OSError) as caught:
+            os.setxattr(directory / "two", PARENT, value)
+        assert caught.value.errno == error
+    with pytest.raises(OSError) as caught:
+        os.setxattr(directory, PARENT, b"one")
+    assert caught.value.errno == errno.EINVAL
+    os.unlink(mounted.mount / "e" / "three")
+    assert parent_of(directory / "two") is None
+
+
+@pytest.mark.timeout(240)
+def test_what_is_kept_stays_and_what_is_done_with_goes(mounted):
+    directory = mounted.mount / "d"
+    kept, done, others = (chain(directory, name, 20) for name in ("kept", "done", "others"))
+    play([path for three in zip(kept, done, others, strict=True) for path in three])
+    for path in kept[:10]:
+        os.setxattr(path, KEEP, b"600")
+    for path in done:
+        os.setxattr(path, KEEP, b"0")
+    turn = 0
+    while any(path.exists() for path in kept[10:] + done):
+        turn += 1
+        assert turn < 60, "nothing was evicted"
+        play(chain(directory, f"turn-{turn}", 60))
+    assert all(path.exists() for path in kept[:10])
+    # The user takes it back; the block is as any other then.
+    os.setxattr(kept[0], KEEP, b"0")
+    while kept[0].exists():
+        turn += 1
+        assert turn < 120, "nothing was evicted"
+        play(chain(directory, f"turn-{turn}", 60))
+    assert all(path.exists() for path in kept[1:10])
+    for value in (b"-1", b"soon", b"", b"1" * 20):
+        with pytest.raises(OSError) as caught:
+            os.setxattr(kept[1], KEEP, value)
+        assert caught.value.errno == errno.EINVAL
+    with open(directory / "new", "wb") as file, pytest.raises(OSError) as caught:
+        os.setxattr(file.fileno(), KEEP, b"5")
+    assert caught.value.errno == errno.EINVAL
+
+
+@pytest.mark.timeout(120)
+def test_a_user_keeps_a_sixteenth_of_the_pool_at_most(mounted):
+    paths = chain(mounted.mount / "d", "a", 200)
+    play(paths)
+    kept = 0
+    for path in paths:
+        try:
+            os.setxattr(path, KEEP, b"60")
+            kept += 1
+        except OSError as error:
+            assert error.errno == errno.EDQUOT, error
+    assert 20 < kept * BLOCK // (1 << 20) * 16 < 128 and kept < 200, kept
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("command", ["find {} -ls", "du -a {}", "tar cf /dev/null {}", "grep -r nothing {}"])
+def test_a_walk_uses_nothing(mounted, command):
+    directory = mounted.mount / "d"
+    play(chain(directory, "a", 30))
+    before = uses(mounted)
+    subprocess.run(["sh", "-c", command.format(directory) + " >/dev/null; true"], check=True, timeout=60)
+    assert uses(mounted) == before
+    subprocess.run(["cat", directory / "a-003"], check=True, timeout=60, stdout=subprocess.DEVNULL)
+    assert uses(mounted) == before + 1
+
+
+def uses(pool):
+    return pool.status()["counters"]["uses"]
