@@ -327,8 +327,8 @@ class Client:
 
     def lease(self, keys: Iterable[Key], seconds: float) -> Lease:
         """Keep blocks from eviction until the lease's release(), for `seconds` (an hour at most; more is cut), or until
-        this client is gone: whichever ends first. `held` of the result tells which blocks are kept: those that exist, as
-        far as leases may hold them. All together hold an eighth of the pool at most, one client's a sixteenth.
+        this client is gone: whichever ends first. `held` of the result tells which blocks are kept: those that exist,
+        as far as leases may hold them. All together hold an eighth of the pool at most, one client's a sixteenth.
 
         A lease keeps no block that others delete or replace, whose bytes are bad, or whose device goes away. So a read
         may still miss. A block of two leases is kept until both have ended. The daemon is asked: DeadlineError,

@@ -104,9 +104,33 @@ class _Chain:
         start = index - index % _WINDOW
         return keys[start : start + _WINDOW]
 
+    def keys(self) -> Iterable[bytes]:
+        return self._places
+
     def parent(self, key: bytes) -> bytes | None:
         keys, index = self._places.get(key, ((), 0))
         return keys[index - 1] if index else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Hint:
+    """What a request's `kv_transfer_params` say of its blocks under "kvfs": {"done": true}, or {"keep_s": seconds}."""
+
+    keep_s: float  # 0: they are needed no more
+
+    @classmethod
+    def of(cls, request: Any) -> _Hint | None:
+        """None: nothing. ValueError: what makes no sense."""
+        given = (getattr(request, "kv_transfer_params", None) or {}).get("kvfs")
+        if given is None:
+            return None
+        if isinstance(given, dict) and len(given) == 1:
+            keep_s = given.get("keep_s")
+            if given.get("done") is True:
+                return cls(0.0)
+            if isinstance(keep_s, (int, float)) and not isinstance(keep_s, bool) and 0 < keep_s <= 3600:
+                return cls(float(keep_s))
+        raise ValueError(f'{given!r}: {{"done": true}} and {{"keep_s": S}} are possible, S from 0 to 3600')
 
 
 class KvfsTier(SecondaryTierManager):  # type: ignore[misc]
@@ -139,6 +163,7 @@ class KvfsTier(SecondaryTierManager):  # type: ignore[misc]
         self._finished: list[JobResult] = []
         self._chains: dict[str, _Chain] = {}
         self._found: dict[bytes, bool] = {}
+        self._hints: dict[bytes, _Hint] = {}  # of blocks that are being stored
         self._spoiled = Spoiled()
         self._told = Counters()
         self._connection = Connection(options, space, engine="vLLM", logger=_logger)
@@ -169,7 +194,27 @@ class KvfsTier(SecondaryTierManager):  # type: ignore[misc]
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
+        chain = self._chain(req_context)
         self._chains.pop(req_context.req_id, None)
+        try:
+            hint = _Hint.of(req_context)
+        except ValueError as error:
+            _logger.warning("kvfs for vLLM: request %s: its hint is passed over: %s", req_context.req_id, error)
+            return
+        if hint is not None and chain is not None:
+            # Some may be on their way: they are told of when they have come.
+            hints = dict.fromkeys(chain.keys(), hint)
+            self._tell(hints)
+            under_way = {key for job, keys in self._jobs.values() if not job.is_load for key in keys}
+            self._hints.update((key, hint) for key in hints if key in under_way)
+
+    def _tell(self, hints: Mapping[bytes, _Hint]) -> None:
+        for hint in set(hints.values()):
+            keys = [key for key, of_key in hints.items() if of_key == hint]
+            if hint.keep_s:
+                self._connection.keep(keys, hint.keep_s)
+            else:
+                self._connection.done(keys)
 
     def _chain(self, req_context: Any) -> _Chain | None:
         """The request's keys, if vLLM has told them beforehand."""
@@ -249,6 +294,11 @@ class KvfsTier(SecondaryTierManager):  # type: ignore[misc]
             self._spoiled.add(job.failed)
         else:
             self._spoiled.discard(job.there)
+            if self._hints:
+                hinted = {key: hint for key in job.there if (hint := self._hints.pop(key, None)) is not None}
+                for key in job.failed:
+                    self._hints.pop(key, None)
+                self._tell(hinted)
             if self._events is not None:
                 self._events.stored(job.there)
         self._finished.append(

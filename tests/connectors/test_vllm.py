@@ -200,6 +200,30 @@ def test_the_block_before_is_told_with_each_block(own_pool, vllm):
     assert player.ask("parents", numbers=list(range(300))) == [None, *keys[:-1]]
 
 
+def test_a_request_says_how_long_its_blocks_are_needed(own_pool, vllm):
+    pool = own_pool(files=2, size="128M")
+    player = vllm(pool.mount)
+    kept, done, others = list(range(4)), list(range(100, 110)), list(range(200, 210))
+    assert player.ask("store", numbers=kept, hint={"keep_s": 600}) == len(kept)
+    assert pool.status()["counters"]["leased_blocks"] == len(kept)
+    assert player.ask("store", numbers=done, hint={"done": True}) == len(done)
+    assert player.ask("store", numbers=others) == len(others)
+    for hint in ({"done": False}, {"keep_s": -1}, {"soon": 1}, "done"):  # passed over, and said in the log
+        assert player.ask("store", numbers=[300], hint=hint) is not None
+    first = 1000
+    while any(player.lookup(done)):
+        assert first < 1400 and all(player.lookup(others))
+        assert player.store(range(first, first + 10)) == 10
+        player.ask("forget")
+        first += 10
+    while any(player.lookup(others)):
+        assert first < 1800 and all(player.lookup(kept))
+        assert player.store(range(first, first + 10)) == 10
+        player.ask("forget")
+        first += 10
+    assert all(player.lookup(kept))
+
+
 def test_eviction_in_a_small_pool_is_a_miss_and_never_a_wrong_block(own_pool, vllm):
     pool = own_pool(files=2, size="48M")
     player = vllm(pool.mount)

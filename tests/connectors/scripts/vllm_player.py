@@ -73,9 +73,9 @@ class Player:
     def chunk(self, chunk):
         return self.memory[int(chunk) * self.size : (int(chunk) + 1) * self.size]
 
-    def request(self, numbers):
+    def request(self, numbers, hint=None):
         self.requests += 1
-        context = ReqContext(f"request-{self.requests}")
+        context = ReqContext(f"request-{self.requests}", kv_transfer_params=hint and {"kvfs": hint})
         for number in numbers:
             context.set_offload_key_position(key_of(number), (number + 1) * TOKENS)
         self.manager.on_new_request(context)
@@ -100,9 +100,9 @@ class Player:
     def do_ready(self):
         return {"seconds": self.started_s, "size": self.size, "chunks": len(self.view)}
 
-    def do_store(self, numbers):
+    def do_store(self, numbers, hint=None):
         """As after the prefill of one request: from the "GPU" to the primary tier, and from there to kvfs."""
-        context = self.request(numbers)
+        context = self.request(numbers, hint)
         prepared = self.manager.prepare_store([key_of(number) for number in numbers], context)
         if prepared is None:
             return None
