@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,14 +20,13 @@ from typing import Any, NamedTuple, cast
 import trio
 
 from kvfs._native import ffi, lib
-from kvfs.chains import ChainStatistics
 from kvfs.errors import KvfsError
 from kvfs.frames import Frames
 from kvfs.names import LOOK, Evicted, Leave, Look, Names
 from kvfs.podmap import PodMap, PodOptions
 from kvfs.record import RECORD_BYTES, RECORD_SIZE, Extent
 from kvfs.types import PAGE_SIZE, InodeNumber, SegmentIndex
-from kvfs.worth import TICK_MASK, Ages, Weights, Worths, price_of
+from kvfs.uses import Uses
 
 log = logging.getLogger(__name__)
 
@@ -305,6 +303,7 @@ class Plane:
         self._table = lib.kvfs_plane_table(self._plane)
         self.names = Names(lib.kvfs_plane_names(self._plane))
         self.frames = Frames(self._plane)
+        self.uses = Uses(self._plane)
         # The names of other nodes, once join() was called.
         self.pod: PodMap | None = None
 
@@ -512,19 +511,6 @@ class Plane:
         )
         return bytes(ffi.buffer(busy))
 
-    def inode_uses(self, inodes: Sequence[int]) -> list[tuple[int, int]]:
-        """For each inode: the tick of its last use, and hits: opens since the mount, 255 at most.
-
-        The creation is a use, but no hit. (0, 0) for an inode that was not opened since the mount, and for one that is
-        not there.
-        """
-        if not inodes:
-            return []
-        words = ffi.new("uint32_t[]", len(inodes))
-        uses = lib.kvfs_inode_uses(self._plane, ffi.new("uint64_t[]", inodes), len(inodes), words)
-        _check(uses, "block table: uses")
-        return [(word >> 8, word & 0xFF) for word in ffi.unpack(words, len(inodes))]
-
     def blocks_look(self, segment: int, inodes: Sequence[int]) -> list[Look]:
         """Each of these inodes, as eviction looks at it."""
         out = ffi.new("struct kvfs_look[]", len(inodes))
@@ -538,49 +524,6 @@ class Plane:
         where, asked = _ANYWHERE if segment is None else segment, ffi.new("uint64_t[]", inodes)
         lib.kvfs_blocks_evict(self._plane, where, asked, len(inodes), gone, out)
         return Evicted(out.blocks, out.pages, bytes(ffi.buffer(gone)))
-
-    def segments_weigh(self, weights: Weights, worths: Worths, price: float, tick: int) -> None:
-        """Weigh all segments by their blocks, and count these. It reads what changes meanwhile: in any thread, while
-        the plane lives."""
-        lib.kvfs_segments_weigh(
-            self._plane, worths.table, price_of(price), tick & TICK_MASK, weights.all, weights.count, weights.ages.all
-        )
-
-    def ghosts_count(self, into: Ages, tick: int) -> None:
-        """Add the ghosts of evicted blocks. In any thread, while the plane lives, and in no step."""
-        lib.kvfs_ghosts_count(self._plane, tick & TICK_MASK, into.all)
-
-    def used_take(self, into: Ages) -> None:
-        """Uses since the last time, by the class and age that their blocks had before."""
-        lib.kvfs_used_take(self._plane, into.all)
-
-    def inode_follow(self, inode: int, parent: int) -> None:
-        """The block is the one behind `parent` in its chain. Inodes that are not there are passed over."""
-        lib.kvfs_inode_follow(self._plane, inode, parent)
-
-    def inode_parent(self, inode: int) -> InodeNumber | None:
-        """The block before it in its chain; None: that is not known, or not there."""
-        found = lib.kvfs_inode_parent(self._plane, inode)
-        return InodeNumber(found) if found > 0 else None
-
-    def chains(self) -> ChainStatistics:
-        """Of blocks whose parents are known, and of ghosts."""
-        out = ffi.new("struct kvfs_chains_statistics *")
-        lib.kvfs_plane_chains(self._plane, out)
-        return ChainStatistics.of(out)
-
-    def tick(self, tick: int) -> None:
-        """The time of uses from now on; 24 bits."""
-        lib.kvfs_set_tick(self._plane, tick)
-
-    def inode_touch(self, inodes: Sequence[int], *, found: bool = True) -> None:
-        """The inodes that are there are used now; `found`: they were read, which is a hit for each."""
-        asked = ffi.from_buffer("uint64_t[]", array("Q", inodes))
-        _check(lib.kvfs_inode_touch(self._plane, asked, len(inodes), found), "block table: touch")
-
-    def inode_done(self, inodes: Sequence[int]) -> None:
-        """The inodes that are there are needed no more, as a user says."""
-        lib.kvfs_inode_done(self._plane, ffi.from_buffer("uint64_t[]", array("Q", inodes)), len(inodes))
 
     def inode_is_open(self, inode: int) -> int:
         """An OpenState. Eviction may take an inode that is open beyond its users' shares."""

@@ -87,8 +87,8 @@ class Weights:
         lib.kvfs_weigh(worths.table, price, tick & TICK_MASK, blocks, self.all, self.count, self.ages.all)
 
     def losses(self, live: Iterable[int], area: int) -> list[float]:
-        """By segment: what goes with it, by the page that is gained. live: by segment, the pages there of blocks, also
-        of such as begin elsewhere, which go too; these are taken to be worth what the others are. Blocks that begin
+        """By segment: what goes with it, by the page that is gained. live: by segment, the pages there of blocks.
+        Blocks that begin elsewhere go too, and are taken to be worth as much as the others. Blocks that begin
         there may be in other segments in part, where room is gained likewise. Copied ones are worth the price of a
         copy. Where no block begins, nothing is known: infinite, and 0 if it is empty."""
         return [

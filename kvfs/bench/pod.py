@@ -31,7 +31,7 @@ class Feed:
 
     delay_s: float = 0.02
     hits_every_s: float = 1.0
-    hit_share: float = 1 / 8
+    hit_share: float = 1.0
     until_s: float = math.inf
 
 

@@ -311,8 +311,8 @@ async def _replay(store: Store, prompts: Prompts) -> tuple[int, int]:
             found.append(number)
         hits += len(found)
         # The clock goes on at commits. No engine uses so many blocks between two of them as this does.
-        store.plane.tick(store.segments.tick)
-        store.plane.inode_touch(found)
+        store.plane.uses.tick(store.segments.tick)
+        store.plane.uses.touch(found)
         before = found[-1] if found else None
         for block in prompt[len(found) :]:
             number = store.plane.table_find_name(ROOT_INODE, b"%d" % block)
@@ -320,9 +320,9 @@ async def _replay(store: Store, prompts: Prompts) -> tuple[int, int]:
                 number = await _store_block(store, b"%d" % block)
                 stored += 1
             else:
-                store.plane.inode_touch([number])  # to be stored unless it is there is a use
+                store.plane.uses.touch([number])  # to be stored unless it is there is a use
             if before is not None:
-                store.plane.inode_follow(number, before)
+                store.plane.uses.follow(number, before)
             before = number
         # A prompt takes seconds to compute: the evictor's turn.
         while store.segments.free_count() < store.evictor.low:
@@ -471,9 +471,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
                      "one session")  # fmt: skip
     pod.add_argument("--news-ms", type=_milliseconds, default=20.0, metavar="MS",
                      help="from a store or an eviction until other nodes know (default: 20)")  # fmt: skip
-    pod.add_argument("--hit-share", type=_chance, default=1 / 8, metavar="CHANCE",
+    pod.add_argument("--hit-share", type=_chance, default=1.0, metavar="CHANCE",
                      help="that an owner hears of a hit in its block on another node, up to a second later "
-                     "(default: 0.125)")  # fmt: skip
+                     "(default: 1)")  # fmt: skip
     pod.add_argument("--engine-lost", type=_chance, metavar="SHARE",
                      help="no news from this share of the trace's time on (default: never)")  # fmt: skip
     parser.add_argument("-o", "--output", choices=("text", "json"), default="text")

@@ -114,13 +114,13 @@ class _Chain:
 
 @dataclass(frozen=True, slots=True)
 class _Hint:
-    """What a request's `kv_transfer_params` say of its blocks under "kvfs": {"done": true}, or {"keep_s": seconds}."""
+    """A request says it of its blocks, in `kv_transfer_params` under "kvfs": {"done": true}, or {"keep_s": seconds}."""
 
     keep_s: float  # 0: they are needed no more
 
     @classmethod
     def of(cls, request: Any) -> _Hint | None:
-        """None: nothing. ValueError: what makes no sense."""
+        """It says nothing: None. It makes no sense: ValueError."""
         given = (getattr(request, "kv_transfer_params", None) or {}).get("kvfs")
         if given is None:
             return None

@@ -255,7 +255,7 @@ class PodNode:
     def touch(self, asker: int, keys: Sequence[bytes]) -> None:
         inodes = [number for number in self._map.own_inodes(keys) if number]
         if inodes:
-            self._store.plane.inode_touch(array("Q", inodes), found=False)
+            self._store.plane.uses.touch(array("Q", inodes), found=False)
             self.counters.touches += len(inodes)
 
     async def _expire_leases(self) -> None:

@@ -744,13 +744,13 @@ class _Connection:
         self._nursery.start_soon(self._clients.check_block, InodeNumber(number), segment)
 
     async def hits(self, payload: bytes) -> None:
-        self._store.plane.inode_touch(_inodes(payload))
+        self._store.plane.uses.touch(_inodes(payload))
 
     async def touch(self, payload: bytes) -> None:
-        self._store.plane.inode_touch(_inodes(payload), found=False)
+        self._store.plane.uses.touch(_inodes(payload), found=False)
 
     async def done(self, payload: bytes) -> None:
-        self._store.plane.inode_done(_inodes(payload))
+        self._store.plane.uses.done(_inodes(payload))
 
     async def foreign(self, payload: bytes) -> None:
         if self._clients.foreign is not None:

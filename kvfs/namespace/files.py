@@ -33,13 +33,12 @@ from kvfs.errors import (
     NotFoundError,
     NotPermittedError,
     NotSupportedError,
-    ShareError,
     StaleInodeError,
 )
 from kvfs.names import step
 from kvfs.namespace.attributes import (
     ALLOCATE_REQUEST,
-    KEEP_ATTRIBUTE,
+    HINTS,
     PARENT_ATTRIBUTE,
     PIN_ATTRIBUTE,
     SLAB_ATTRIBUTE,
@@ -47,6 +46,7 @@ from kvfs.namespace.attributes import (
     SYMLINK_KEY,
 )
 from kvfs.namespace.foreign import ForeignNames
+from kvfs.namespace.hints import Hints
 from kvfs.podmap import is_foreign
 from kvfs.record import (
     GROUP_ATTRIBUTE,
@@ -115,6 +115,7 @@ class Namespace:
         self._foreign = foreign
         self._store, self._blocks, self._sealing, self._slabs = store, store.blocks, store.sealing, store.slabs
         self._index, self._plane, self.names = store.index, store.plane, store.plane.names
+        self._hints = Hints(self, store)
         # How often each directory is open: a removed one stays until its last holder has closed it.
         self._open_directories: dict[InodeNumber, int] = {}
         # Nobody counts who works in a directory, so those that were removed are remembered for a while.
@@ -741,7 +742,7 @@ class Namespace:
 
     async def setxattr(self, number: InodeNumber, name: bytes, value: bytes, user: int = 0) -> None:
         """`user`: whom a pin is charged to."""
-        if name in (PIN_ATTRIBUTE, PARENT_ATTRIBUTE, KEEP_ATTRIBUTE) and is_foreign(number):
+        if name in (PIN_ATTRIBUTE, *HINTS) and is_foreign(number):
             raise NotSupportedError(
                 f"inode {number:#x}: another node's block; {name.decode()} is set where it was stored"
             )
@@ -749,8 +750,8 @@ class Namespace:
         if name == PIN_ATTRIBUTE:
             await self.set_pinned(number, value not in (b"", b"0"), user)
             return
-        if name in (PARENT_ATTRIBUTE, KEEP_ATTRIBUTE):
-            self._hint(number, name, value, user)
+        if name in HINTS:
+            self._hints.give(self.get(number), name, value, user)
             return
         if name == GROUP_ATTRIBUTE and not 1 <= len(value) <= GROUP_NAME_MAX:
             raise InvalidArgumentError(
@@ -762,25 +763,6 @@ class Namespace:
         if not name.startswith((b"user.", b"trusted.")):
             raise NotSupportedError(f"extended attribute {name!r}: only user.* and trusted.* can be set")
         self._set_xattr(number, name, value)
-
-    def _hint(self, number: InodeNumber, name: bytes, value: bytes, user: int) -> None:
-        inode = self.get(number)
-        if inode.kind != Kind.FILE:
-            raise InvalidArgumentError(f"inode {number}: not a file: {name.decode()} is for files alone")
-        if name == PARENT_ATTRIBUTE:
-            *path, last = value.strip(b"/").split(b"/")
-            root = ROOT_INODE if value.startswith(b"/") else inode.parent
-            self._plane.inode_follow(number, self.lookup(self.find_directory(root, path), last).inode)
-            return
-        if not value.isdigit() or len(value) > 9:
-            raise InvalidArgumentError(f"inode {number}: {name.decode()} is {value!r}; seconds are possible, 0 to 3600")
-        if not inode.sealed:
-            raise InvalidArgumentError(f"inode {number}: being written; {name.decode()} can be set once it is closed")
-        if int(value) == 0:
-            self._store.leases.drop_kept(user, number)
-            self._plane.inode_done([number])
-        elif not self._store.leases.keep(user, number, int(value)):
-            raise ShareError(f"inode {number}: user {user} keeps as many blocks as one may for a while")
 
     @step
     def _set_xattr(self, number: InodeNumber, name: bytes, value: bytes) -> None:
@@ -811,19 +793,12 @@ class Namespace:
         if name == SLAB_ATTRIBUTE and InodeFlags.SLAB in inode.flags:
             return b"1"
         if name == PARENT_ATTRIBUTE:
-            value = self._parent_of(inode)
+            value = self._hints.parent_of(inode)
         else:
             value = None if name == SYMLINK_KEY else inode.xattrs.get(name)
         if value is None:
             raise NoAttributeError(f"inode {number}: no extended attribute {name!r}")
         return value
-
-    def _parent_of(self, inode: Inode) -> bytes | None:
-        number = self._plane.inode_parent(inode.inode)
-        parent = None if number is None else self._index.get(number)
-        if parent is None or parent.nameless:
-            return None
-        return parent.name if parent.parent == inode.parent else self.path(parent.inode)
 
     def listxattr(self, number: InodeNumber) -> list[bytes]:
         inode = self.get(number)

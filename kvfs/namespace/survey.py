@@ -113,7 +113,7 @@ class Survey:
         row = Row(self._path(inode), _KIND_NAMES[inode.kind])
         if inode.kind != Kind.DIRECTORY:
             if inode.sealed:
-                row.add(inode.size, self._plane.inode_uses([number])[0][1], inode.mtime_ns)
+                row.add(inode.size, self._plane.uses.of([number])[0][1], inode.mtime_ns)
             return row
         left = [inode.inode]
         while left:
@@ -137,7 +137,7 @@ class Survey:
                     others.append((name, kind, number))
                 elif flags & _SEALED:
                     blocks.append((number, size, RECORD_TIMES.unpack_from(record, TIMES_OFFSET)[0]))
-            uses = self._plane.inode_uses([number for number, _, _ in blocks])
+            uses = self._plane.uses.of([number for number, _, _ in blocks])
             for (_, size, mtime_ns), (_, hits) in zip(blocks, uses, strict=True):
                 row.add(size, hits, mtime_ns)
             after = entries[-1][0]

@@ -91,7 +91,7 @@ def choose_geometry(
     width = min(4, count) if stripe_width is None else stripe_width
     if not 1 <= width <= min(count, STRIPE_WIDTH_MAX):
         raise UsageError(f"stripe width {width}: 1 to {min(count, STRIPE_WIDTH_MAX)} is possible with {count} devices")
-    usable = sum(device_sizes)
+    usable = sum(max(0, size - LABEL_SIZE - zones_offset) for size in device_sizes)
     zone = _power_below(segment_size // width) if segment_size is not None else _choose_zone(usable, width, nodes)
     if segment_size is not None and segment_size != zone * width:
         raise UsageError(
@@ -122,6 +122,12 @@ def choose_geometry(
         raise UsageError(
             f"the devices hold {segments} segments of {format_size(geometry.segment_size)}; "
             f"at least {SEGMENTS_MIN} are needed"
+        )
+    if segments < SEGMENTS_WANTED * nodes:
+        each = f" of each of {nodes} nodes" if nodes > 1 else ""
+        notes.append(
+            f"{segments} segments of {format_size(geometry.segment_size)}: with at least {SEGMENTS_WANTED}{each} "
+            "eviction would keep more of what is used"
         )
     return geometry, notes
 

@@ -183,7 +183,7 @@ def live_counters(store: Store, clients: Clients) -> dict[str, int]:
     """The counters of the data plane, of the store and of native clients, by name."""
     numbers = store.statistics()
     eviction, segments, reservations, leases = numbers.eviction, numbers.segments, numbers.reservations, numbers.leases
-    native, chains = clients.counters(), store.plane.chains()
+    native, chains = clients.counters(), store.plane.uses.chains()
     return {
         **_asked(store.plane.statistics(), native),
         "evicted_segments": eviction.segments,

@@ -292,16 +292,16 @@ class Evictor:
         learns = self._is_to_learn()
 
         def weigh() -> None:
-            self._plane.segments_weigh(self._weights, worths, price, tick)
+            self._plane.uses.weigh(self._weights, worths, price, tick)
             if learns:
-                self._plane.ghosts_count(self._weights.ages, tick)
+                self._plane.uses.count_ghosts(self._weights.ages, tick)
 
         if self._plane.table_statistics()["records"] <= _WEIGHED_HERE:
             weigh()
         else:
             await trio.to_thread.run_sync(weigh)
         if learns:
-            self._plane.used_take(self._used)
+            self._plane.uses.take(self._used)
             self._policy.learn(self._used.take(), self._weights.ages.take(), tick - self._learnt_at)
             self._learnt_at = tick
         self._weighed_at = tick
@@ -393,7 +393,7 @@ class Evictor:
         the best."""
         looked = 0
         for group in set(groups.values()):
-            group.held, group.use = False, max(self._plane.inode_uses(group.inodes))
+            group.held, group.use = False, max(self._plane.uses.of(group.inodes))
             for number in group.inodes:
                 record = self._index.raw(number)
                 group.held = record is not None and (

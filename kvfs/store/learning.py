@@ -1,8 +1,8 @@
 """Worths that are learnt from all uses: also from those of blocks that were evicted, which their ghosts tell of.
 
-A block's value is the best rate of uses that it may have, over all times for which it could be kept: the index of
-Gittins (Bandit processes and dynamic allocation indices, 1979) for a block that is dropped at its next use. It follows
-from the chance of a use at each age, by hits: uses at an age over the time that blocks spent at it.
+A block's value is the best rate of uses that it may have, over all times for which it could be kept. That is the index
+of Gittins (Bandit processes and dynamic allocation indices, 1979) for a block that is dropped at its next use. It
+follows from the chance of a use at each age, by hits: uses at an age over the time that blocks spent at it.
 """
 
 from __future__ import annotations
@@ -43,10 +43,12 @@ class Learner:
     def values(self) -> Table:
         """The value of blocks, in the shape of a table of worths."""
         of_all: list[float] = []
-        for b in range(_BINS):
+        # Sums by map(): a generator is entered for each number, a thousand times in all.
+        for b, (uses, time) in enumerate(
+            zip(map(sum, zip(*self._uses, strict=True)), map(sum, zip(*self._time, strict=True)), strict=True)
+        ):
             assumed = of_all[-1] * _SHAPE[b] / _SHAPE[b - 1] if b else _SHAPE[0]
-            uses = sum(row[b] for row in self._uses)
-            of_all.append((uses + _ASSUMED) / (sum(row[b] for row in self._time) + _ASSUMED / assumed))
+            of_all.append((uses + _ASSUMED) / (time + _ASSUMED / assumed))
         return [self._row(of_all, uses, time) for uses, time in zip(self._uses, self._time, strict=True)]
 
     def _row(self, of_all: Sequence[float], uses: Sequence[float], time: Sequence[float]) -> list[float]:
@@ -62,8 +64,8 @@ class Learner:
 def _best_rates(chances: Sequence[float]) -> list[float]:
     """For each bin: the most uses by the tick that a block which enters it may have, if it is kept up to some age.
 
-    From the last bin to the first: it pays to keep a block on as long as what follows has a better rate than the block
-    has up to there. So the best run from each bin is a row of best runs of later bins.
+    It goes from the last bin to the first. To keep a block on pays as long as the rate of what follows is better than
+    the rate so far. So the best run from each bin is a row of best runs of later bins.
     """
     rates = [0.0] * _BINS
     runs: list[tuple[float, float, float, float]] = []  # the last is next: rate; uses, ticks; share still unused behind

@@ -127,7 +127,7 @@ class Leases:
         return number != 0
 
     def drop_kept(self, user: int, inode: int) -> None:
-        """What keep() did ends."""
+        """The end of keep()."""
         self.release(self._users.get(user, Lessee()), self._kept.pop((user, inode), 0))
 
     def take(self, lessee: Lessee, number: int, milliseconds: int, inodes: memoryview) -> tuple[int, bytes]:

@@ -481,7 +481,7 @@ class Segments:
         run = Run(segment.generation, segment.index, self.names.take(segment.index, pages), pages)
         if (tick := self.tick) != self._told_tick:
             self._told_tick = tick
-            self._plane.tick(tick)
+            self._plane.uses.tick(tick)
         self._changed.add(segment.index)
         return run
 

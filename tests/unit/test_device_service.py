@@ -457,7 +457,7 @@ def test_drained_what_is_pinned_or_hot_stays(tmp_path: Path) -> None:
         numbers = {name: store.index.lookup(ROOT_INODE, name) for name in lost}
         for name in lost[:10]:
             await store.blocks.pin(numbers[name] or InodeNumber(0))
-        store.plane.inode_touch([numbers[name] or 0 for name in lost[10:20]])
+        store.plane.uses.touch([numbers[name] or 0 for name in lost[10:20]])
         await store.remove_device(SICK, drain=True)
         assert set(lost[:20]) <= names(store)
         await verify_all(store)

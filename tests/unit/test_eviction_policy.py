@@ -262,7 +262,7 @@ def test_what_is_used_stays_and_copies_keep_to_their_budget(tmp_path: Path) -> N
         blocks = 4 * store.space().size // (HEADER_PAGES * 4096)
         for i in range(blocks):
             await write(store, b"%06d" % i, BIG)
-            store.plane.inode_touch([number for number in numbers if number is not None])
+            store.plane.uses.touch([number for number in numbers if number is not None])
         assert names(store) >= set(hot) and not any(b"+" in name for name in names(store))
         counters, written = store.evictor.counters, store.segments.pages_written
         assert 8 <= counters.carried_blocks < blocks // 4
@@ -285,10 +285,10 @@ def test_all_segments_are_weighed_and_the_least_goes_wherever_it_is(tmp_path: Pa
         closed.sort(key=lambda s: s.generation)
         # The newest are spared. Two among the others are left unused, of which one is half empty.
         least, half = closed[61], closed[33]
-        store.plane.tick(store.segments.tick)
+        store.plane.uses.tick(store.segments.tick)
         for segment in closed:
             if segment not in (least, half):
-                store.plane.inode_touch(store.index.segment_inodes(segment.index))
+                store.plane.uses.touch(store.index.segment_inodes(segment.index))
         here = store.index.segment_inodes(half.index)
         for number in here[: len(here) // 2]:
             inode = store.index.get(number)
@@ -311,19 +311,19 @@ def test_uses_are_opens_on_the_clock_and_follow_a_rename(tmp_path: Path) -> None
 
     async def work(store: Store) -> None:
         plane = store.plane
-        plane.tick(7)
+        plane.uses.tick(7)
         first = (await write(store, b"a")).inode
-        plane.tick(9)
-        assert plane.inode_uses([first, 99999]) == [(7, 0), (0, 0)]
-        plane.inode_touch([first, 99999])
+        plane.uses.tick(9)
+        assert plane.uses.of([first, 99999]) == [(7, 0), (0, 0)]
+        plane.uses.touch([first, 99999])
         rename(store, first, b"b")
-        plane.tick(TICK_MASK + 12)
+        plane.uses.tick(TICK_MASK + 12)
         second = (await write(store, b"c")).inode
-        assert plane.inode_uses([first, second]) == [(9, 1), (11, 0)]
+        assert plane.uses.of([first, second]) == [(9, 1), (11, 0)]
         unlink(store, b"b")
         third = (await write(store, b"d")).inode  # perhaps in the record's place
-        assert plane.inode_uses([first, third]) == [(0, 0), (11, 0)]
-        assert plane.inode_uses([]) == []
+        assert plane.uses.of([first, third]) == [(0, 0), (11, 0)]
+        assert plane.uses.of([]) == []
 
     with_store(pool, work)
 
@@ -333,11 +333,11 @@ def test_a_block_carried_over_keeps_its_uses(tmp_path: Path) -> None:
 
     async def work(store: Store) -> None:
         block = await write(store, b"block")
-        store.plane.tick(3)
-        store.plane.inode_touch([block.inode] * 2)
+        store.plane.uses.tick(3)
+        store.plane.uses.touch([block.inode] * 2)
         record = store.index.raw(block.inode)
         assert record is not None and await store.sealing.carry(record)
-        assert store.plane.inode_uses([block.inode]) == [(3, 2)]
+        assert store.plane.uses.of([block.inode]) == [(3, 2)]
 
     with_store(pool, work)
 

@@ -674,12 +674,12 @@ def test_a_touch_is_a_hit(pool: Path) -> None:
         writer = Writer(store)
         place = await writer.put(b"block")
         number = place.inode.inode
-        store.plane.tick(5)
-        store.plane.inode_touch([number, 99999, number])
-        assert store.plane.inode_uses([number]) == [(5, 2)]
-        store.plane.inode_touch([number] * 300)
-        assert store.plane.inode_uses([number]) == [(5, 255)]
-        store.plane.inode_touch([])
+        store.plane.uses.tick(5)
+        store.plane.uses.touch([number, 99999, number])
+        assert store.plane.uses.of([number]) == [(5, 2)]
+        store.plane.uses.touch([number] * 300)
+        assert store.plane.uses.of([number]) == [(5, 255)]
+        store.plane.uses.touch([])
 
     with_store(pool, work)
 

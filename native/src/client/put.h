@@ -60,8 +60,8 @@ struct put_block {
 /* Where a block stands in its chain. */
 struct chain {
     uint64_t inode;   /* of the block, once it is known */
-    uint64_t parent;  /* that of the block before it; 0: unknown, or none */
-    bool behind_last; /* that block is the one before it in the call */
+    uint64_t parent;  /* of the block before it; 0: there is no such block, or it is unknown */
+    bool behind_last; /* its parent is the block before it in the call */
 };
 
 struct put_call {

@@ -142,7 +142,7 @@ uint64_t handles_drop(struct kvfs_plane *plane, struct transport *transport, uin
 #define PROCESS_LISTS 1u
 #define PROCESS_LOADS 2u
 #define PROCESS_STORES 4u
-/* Who makes a request: a thread of this machine, as /proc knows it, or of a guest's. */
+/* The maker of a request: a thread of this machine, as /proc knows it, or of a guest's. */
 struct caller {
     uint32_t guest; /* the transport's user; 0: this machine */
     uint32_t thread;

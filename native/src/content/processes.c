@@ -1,4 +1,4 @@
-/* Processes that use files, as far as their order tells of chains and of uses: who loads and stores the blocks of a prefix does so from its head on.
+/* Processes that use files, as far as their order tells of chains and of uses. Those that load and store the blocks of a prefix do so from its head on.
  * And a walk, which looks at all there is, uses nothing.
  *
  * All is a guess and a hint. A place may be another process's in the next moment. */
