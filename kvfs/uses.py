@@ -24,14 +24,18 @@ class Uses:
     def of(self, inodes: Sequence[int]) -> list[tuple[int, int]]:
         """For each inode: the tick of its last use, and hits: opens since the mount, 255 at most.
 
-        The creation is a use, but no hit. (0, 0) for an inode that was not opened since the mount, and for one that is
-        not there.
+        The creation is a use, but no hit. A block that was there at the mount begins with the age of its segment
+        (begin). (0, 0) for an inode that is not there.
         """
         if not inodes:
             return []
         words = ffi.new("uint32_t[]", len(inodes))
         lib.kvfs_inode_uses(self._plane, ffi.new("uint64_t[]", inodes), len(inodes), words)
         return [(word >> 8, word & 0xFF) for word in ffi.unpack(words, len(inodes))]
+
+    def begin(self, ages: Sequence[int]) -> None:
+        """All blocks were used so long ago, by the segment in which they begin; the clock is at 0."""
+        lib.kvfs_uses_begin(self._plane, ffi.new("uint32_t[]", ages), len(ages))
 
     def tick(self, tick: int) -> None:
         """The time of uses from now on; 24 bits."""

@@ -17,6 +17,8 @@ WORTH_CLASSES = cast(int, lib.KVFS_WORTH_CLASSES)
 AGES: tuple[int, ...] = tuple(lib.kvfs_worth_age(i) for i in range(lib.KVFS_WORTH_AGES))
 # The clock of uses has 24 bits and goes round.
 TICK_MASK = (1 << 24) - 1
+# Blocks that are done with have this age, or more; no other grows so old: it takes 4,096 pools' worth of writes.
+DONE_AGE = cast(int, lib.KVFS_DONE_AGE)
 _WEIGHT = struct.Struct("<dQ")
 assert _WEIGHT.size == ffi.sizeof("struct kvfs_weight")
 _PRICE_MAX = 3.0e38

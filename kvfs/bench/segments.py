@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from kvfs._native import ffi
 from kvfs.chains import Chains, ghosts_of
 from kvfs.store.eviction import LEARN_TICKS, TICKS_PER_POOL, CopyBudget, EvictionPolicy, LeastLoss, Lost, worth_copying
-from kvfs.worth import Ages, Use, Weights, word_of
+from kvfs.worth import DONE_AGE, Ages, Use, Weights, word_of
 
 # Left free for copies when a segment is opened for writers: the pool's reserve, less the one that it opens ahead.
 _SPARE = 2
@@ -91,6 +91,23 @@ class Segments:
         self._uses[slot] = word_of((self.tick, 0)) if ghost is None else self._hit(ffi.new("uint32_t *", ghost))
         if parent is not None and parent in self.slots:
             self._chains.follow(slot, self.slots[parent])
+
+    def done(self, block: int) -> None:
+        """It is needed no more, as its user says."""
+        self._uses[self.slots[block]] = word_of((self.tick - DONE_AGE, 0))
+
+    def restart(self) -> None:
+        """The pool is unmounted and mounted again: what was learnt is kept, and each block is as old as its segment."""
+        learnt = self.policy.pack()
+        self.policy = LeastLoss()
+        self.policy.unpack(learnt)
+        self._chains = Chains(len(self._uses), _GHOSTS * len(self._uses))
+        self._weighed.orphans = self._chains.orphans
+        tick, self._learnt = self.tick, self.tick
+        self._hits.take()
+        for i, segment in enumerate(sorted(self._blocks, reverse=True)):
+            for block in self._blocks[segment]:
+                self._uses[self.slots[block]] = word_of((tick - i * TICKS_PER_POOL // self.count, 0))
 
     def drop(self, block: int) -> None:
         """Its room is empty until its segment goes."""

@@ -19,7 +19,8 @@ import tempfile
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 
@@ -206,10 +207,40 @@ def reference(name: str, prompts: Prompts, capacity: int) -> Result:
 # ---- the pool's policy: one pool, separate pools, a pod ----
 
 
-def segmented(prompts: Prompts, capacity: int, segments: int) -> Result:
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a pool is told beside the requests of a trace. done: by the number of a request, the blocks that are needed
+    no more after it. restart: before the request of this number it is unmounted and mounted again."""
+
+    done: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    restart: int | None = None
+
+
+def ends_of(trace: Trace) -> dict[int, list[int]]:
+    """Told.done, if the end of each session is known: the blocks of a session that no other had until then. Raises
+    UsageError: the trace has no sessions."""
+    if trace.sessions is None:
+        raise UsageError("the trace does not say which requests are of one session")
+    last = {session: number for number, session in enumerate(trace.sessions)}
+    owner: dict[int, int] = {}
+    own: dict[int, dict[int, None]] = {}
+    done: dict[int, list[int]] = {}
+    for number, (session, prompt) in enumerate(zip(trace.sessions, trace.prompts, strict=True)):
+        for block in prompt:
+            first = owner.setdefault(block, session)
+            if first == session:
+                own.setdefault(session, {})[block] = None
+            else:
+                own.get(first, {}).pop(block, None)
+        if last[session] == number:
+            done[number] = list(own.pop(session, ()))
+    return done
+
+
+def segmented(prompts: Prompts, capacity: int, segments: int, told: Told | None = None) -> Result:
     """The pool's policy over `segments` segments of `capacity` blocks together. Raises UsageError if those are too
     few."""
-    return _played("pool", capacity, segments, 1, SILENT, ((0, prompt, 0.0) for prompt in prompts))
+    return _played("pool", capacity, segments, 1, SILENT, ((0, prompt, 0.0) for prompt in prompts), told)
 
 
 def separate(trace: Trace, on: Sequence[int], capacity: int, segments: int, nodes: int) -> Result:
@@ -224,15 +255,22 @@ def podded(trace: Trace, on: Sequence[int], capacity: int, segments: int, nodes:
 
 
 def _played(policy: str, capacity: int, segments: int, nodes: int, feed: Feed,
-            requests: Iterable[tuple[int, list[int], float]]) -> Result:  # fmt: skip
+            requests: Iterable[tuple[int, list[int], float]], told: Told | None = None) -> Result:  # fmt: skip
     """requests: node, prompt, time."""
     _check_segments(capacity, segments, nodes)
     start = time.monotonic()
     pod = Pod(capacity, segments, nodes, feed, Random(0))
     looked_up = 0
-    for node, prompt, now_s in requests:
+    told = told or Told()
+    for number, (node, prompt, now_s) in enumerate(requests):
+        if number == told.restart:
+            for pool in pod.pools:
+                pool.restart()
         pod.request(node, prompt, now_s)
         looked_up += len(prompt)
+        for block in told.done.get(number, ()):
+            if block in pod.pools[node].slots:
+                pod.pools[node].done(block)
     stored = sum(pool.stored for pool in pod.pools)
     written = stored + sum(pool.copied for pool in pod.pools)
     return Result(
@@ -267,7 +305,7 @@ def foreseen(prompts: Prompts, capacity: int, segments: int) -> Result:
 _BLOCK_PAGES = 2
 
 
-def real(prompts: Prompts, capacity: int, segments: int, directory: Path) -> Result:
+def real(prompts: Prompts, capacity: int, segments: int, directory: Path, told: Told | None = None) -> Result:
     """The trace over a pool in a file below `directory`. A block takes two pages, one for its header. Segments are
     powers of two of pages, so there are not quite as many as were asked for. Raises KvfsError."""
     start = time.monotonic()
@@ -279,11 +317,18 @@ def real(prompts: Prompts, capacity: int, segments: int, directory: Path) -> Res
         staging_size=16 << 20, read_memory_size=16 << 20, records_max=2 * capacity + 4096, commit_interval_s=0.2
     )
 
+    told = told or Told()
+
     async def main(pool: Path) -> tuple[int, int, int]:
-        async with Store.open(pool, options) as store:
-            assert len(store.segments.all) == count
-            hits, stored = await _replay(store, prompts)
-            return hits, stored, stored + store.evictor.counters.carried_blocks
+        hits = stored = copied = 0
+        parts = [0, *([] if told.restart is None else [told.restart]), len(prompts)]
+        for begin, end in pairwise(parts):
+            async with Store.open(pool, options) as store:
+                assert len(store.segments.all) == count
+                found, new = await _replay(store, prompts[begin:end], {i - begin: told.done[i] for i in told.done})
+                hits, stored = hits + found, stored + new
+                copied += store.evictor.counters.carried_blocks
+        return hits, stored, stored + copied
 
     with tempfile.TemporaryDirectory(prefix="kvfs-simulate-", dir=directory) as path:
         request = FormatRequest(
@@ -300,9 +345,10 @@ def _blocks_in(geometry: Geometry) -> int:
     return (geometry.end_page - 1) // _BLOCK_PAGES
 
 
-async def _replay(store: Store, prompts: Prompts) -> tuple[int, int]:
+async def _replay(store: Store, prompts: Prompts, done: Mapping[int, Sequence[int]]) -> tuple[int, int]:
     hits = stored = 0
-    for prompt in prompts:
+    uses = store.plane.uses
+    for place, prompt in enumerate(prompts):
         found: list[int] = []
         for block in prompt:
             number = store.plane.table_find_name(ROOT_INODE, b"%d" % block)
@@ -311,8 +357,8 @@ async def _replay(store: Store, prompts: Prompts) -> tuple[int, int]:
             found.append(number)
         hits += len(found)
         # The clock goes on at commits. No engine uses so many blocks between two of them as this does.
-        store.plane.uses.tick(store.segments.tick)
-        store.plane.uses.touch(found)
+        uses.tick(store.segments.tick)
+        uses.touch(found)
         before = found[-1] if found else None
         for block in prompt[len(found) :]:
             number = store.plane.table_find_name(ROOT_INODE, b"%d" % block)
@@ -320,10 +366,12 @@ async def _replay(store: Store, prompts: Prompts) -> tuple[int, int]:
                 number = await _store_block(store, b"%d" % block)
                 stored += 1
             else:
-                store.plane.uses.touch([number])  # to be stored unless it is there is a use
+                uses.touch([number])  # to be stored unless it is there is a use
             if before is not None:
-                store.plane.uses.follow(number, before)
+                uses.follow(number, before)
             before = number
+        ended = (store.plane.table_find_name(ROOT_INODE, b"%d" % block) for block in done.get(place, ()))
+        uses.done([number for number in ended if number is not None])
         # A prompt takes seconds to compute: the evictor's turn.
         while store.segments.free_count() < store.evictor.low:
             await trio.sleep(0.0005)
@@ -349,7 +397,8 @@ async def _store_block(store: Store, name: bytes) -> int:
 
 
 def run(trace: Trace, shares: Sequence[float], segments: Sequence[int], references: Sequence[str],
-        pool: Path | None, spreads: Mapping[int, Sequence[int]], feed: Feed) -> list[Result]:  # fmt: skip
+        pool: Path | None, spreads: Mapping[int, Sequence[int]], feed: Feed,
+        told: Told | None = None) -> list[Result]:  # fmt: skip
     """Results for each share of the trace's unique blocks. With `pool` also those of the real pool, in a file there.
     spreads: by number of nodes: the node of each request. For each also those of separate pools and of a pod."""
     results: list[Result] = []
@@ -364,10 +413,10 @@ def run(trace: Trace, shares: Sequence[float], segments: Sequence[int], referenc
             if "belady" in references:
                 results.append(foreseen(prompts, capacity, count))
                 _say(results[-1])
-            results.append(segmented(prompts, capacity, count))
+            results.append(segmented(prompts, capacity, count, told))
             _say(results[-1])
             if pool is not None:
-                results.append(real(prompts, capacity, count, pool))
+                results.append(real(prompts, capacity, count, pool, told))
                 _say(results[-1])
             for nodes, on in spreads.items():
                 results.append(separate(trace, on, capacity, count, nodes))
@@ -411,7 +460,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             nodes: list(spread(trace, nodes, arguments.sticky, Random(arguments.seed))) for nodes in arguments.nodes
         }
         results = run(trace, arguments.shares, arguments.segments, arguments.references, arguments.pool, spreads,
-                      _feed(trace, arguments))  # fmt: skip
+                      _feed(trace, arguments), _told(trace, arguments))  # fmt: skip
     except UsageError as error:
         print(f"simulate: {error}", file=sys.stderr)
         return 2
@@ -434,6 +483,11 @@ def _trace(arguments: argparse.Namespace) -> Trace:
     if arguments.trace:
         return mix([load(path, arguments.session_blocks) for path in arguments.trace])
     return invent(arguments.invent, arguments.seed, arguments.requests, arguments.sessions)
+
+
+def _told(trace: Trace, arguments: argparse.Namespace) -> Told:
+    restart = None if arguments.restart is None else int(arguments.restart * len(trace.prompts))
+    return Told(ends_of(trace) if arguments.ends else {}, restart)
 
 
 def _feed(trace: Trace, arguments: argparse.Namespace) -> Feed:
@@ -460,6 +514,11 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--references", type=_list(_reference), default=list(REFERENCES), metavar="NAME,...",
                         help=f"of {', '.join(REFERENCES)}; '' for none")  # fmt: skip
     parser.add_argument("--pool", type=Path, metavar="DIRECTORY", help="run the real pool too, in a file there")
+    parser.add_argument("--ends", action="store_true",
+                        help="the pool is told of each session's end: its blocks are needed no more. Sessions are "
+                        "those of --session-blocks")  # fmt: skip
+    parser.add_argument("--restart", type=_chance, metavar="SHARE",
+                        help="the pool is unmounted and mounted again at this share of the requests")  # fmt: skip
     pod = parser.add_argument_group("a pod", "--pool and the references are of one pool, with all bytes.")
     pod.add_argument("--nodes", type=_list(_count), default=[], metavar="COUNT,...",
                      help="so many separate pools, and a pod of so many nodes, of the same total size")  # fmt: skip

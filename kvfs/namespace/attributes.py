@@ -8,7 +8,7 @@ SYMLINK_KEY = b"kvfs.symlink"
 PIN_ATTRIBUTE = b"user.kvfs.pin"
 # Reads as b"1" on a slab; setting it to that makes an empty file that is open for writing one.
 SLAB_ATTRIBUTE = b"user.kvfs.slab"
-# Hints for eviction, which no record has. The block before it in its chain: a name in the same directory, or its path
+# Hints for eviction, which no record has. The block before it in its chain: a name in the same directory. Or its path
 # from the root of the mount on, with a slash before it.
 PARENT_ATTRIBUTE = b"user.kvfs.parent"
 # Seconds, in decimal digits, for which a block is to be kept at least; 0: it is needed no more. Can only be set.

@@ -77,6 +77,14 @@ class EvictionPolicy(Protocol):
         shape of a table of worths. there: so many blocks and ghosts had that class and age, for so many ticks."""
         ...
 
+    def pack(self) -> bytes:
+        """All that was learnt, for unpack() after a restart."""
+        ...
+
+    def unpack(self, data: bytes) -> bool:
+        """False: it is not as pack() makes it, and nothing has changed."""
+        ...
+
     def worths(self) -> Worths:
         """The worth of blocks now, by hits and age in ticks."""
         ...
@@ -113,6 +121,15 @@ class LeastLoss:
     def learn(self, uses: Table, there: Table, ticks: int) -> None:
         self._learner.learn(uses, there, ticks)
         self._worths = Worths(self._learner.values(), _ORPHAN)
+
+    def pack(self) -> bytes:
+        return self._learner.pack()
+
+    def unpack(self, data: bytes) -> bool:
+        if not self._learner.unpack(data):
+            return False
+        self._worths = Worths(self._learner.values(), _ORPHAN)
+        return True
 
     def worths(self) -> Worths:
         return self._worths

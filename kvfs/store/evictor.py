@@ -63,6 +63,7 @@ _AHEAD_SHARE = 20
 _AHEAD_S = 10.0
 # Of the blocks that `kvfs evict` leaves, so many are named.
 _NAMED = 8
+_META_LEARNT = b"learnt"
 # Everything left is pinned or open: said only after this long without a segment that could go.
 _PATIENCE_S = 2.0
 
@@ -335,6 +336,21 @@ class Evictor:
         if segment.held or segment.avoided or segment.avoid_until > now:
             return False
         return segment.state is State.CLOSED
+
+    def begin(self) -> None:
+        """After a mount: blocks are as old as what was written after them, and what was learnt is known again."""
+        closed = sorted((s for s in self._segments.own if s.state != State.FREE), key=_generation, reverse=True)
+        ages = [0] * len(self._segments.all)
+        for i, segment in enumerate(closed):
+            ages[segment.index] = i * TICKS_PER_POOL // len(self._segments.own)
+        self._plane.uses.begin(ages)
+        kept = self._index.meta_get(_META_LEARNT)
+        if kept is not None and not self._policy.unpack(kept):
+            log.warning("eviction: what was learnt before is not readable: %d bytes in the index", len(kept))
+
+    def end(self) -> None:
+        """Before the last commit of a mount."""
+        self._index.meta_put(_META_LEARNT, self._policy.pack())
 
     def _budget_pages(self) -> int:
         """The pages that may still be carried over."""

@@ -1,13 +1,14 @@
 """Worths that are learnt from all uses: also from those of blocks that were evicted, which their ghosts tell of.
 
-A block's value is the best rate of uses that it may have, over all times for which it could be kept. That is the index
-of Gittins (Bandit processes and dynamic allocation indices, 1979) for a block that is dropped at its next use. It
+A block's value is the best rate of uses that it may have, over all times for which it could be kept. It would be
+dropped at its next use: the index of Gittins (Bandit processes and dynamic allocation indices, 1979). The value
 follows from the chance of a use at each age, by hits: uses at an age over the time that blocks spent at it.
 """
 
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Sequence
 
 from kvfs.worth import AGES, WORTH_CLASSES, Table
@@ -21,6 +22,9 @@ _WIDTHS = [_STARTS[b + 1] - _STARTS[b] for b in range(_BINS)]
 _SHAPE = [1 / (_STARTS[b] + _WIDTHS[b] / 2 + 10) for b in range(_BINS)]
 # Uses that are assumed in each bin.
 _ASSUMED = 20.0
+_ROW = struct.Struct(f"<{_BINS}d")
+# No pool comes to that: 2^32 blocks for 2^32 ticks.
+_LARGEST = 2.0**64
 
 
 class Learner:
@@ -39,6 +43,19 @@ class Learner:
                 for i, number in enumerate(numbers):
                     if number:
                         sums[_BIN_OF[i]] += weight * number
+
+    def pack(self) -> bytes:
+        return b"".join(_ROW.pack(*row) for rows in (self._uses, self._time) for row in rows)
+
+    def unpack(self, data: bytes) -> bool:
+        """As pack() made it. False, and nothing is changed: it did not, or these numbers cannot be."""
+        if len(data) != 2 * WORTH_CLASSES * _ROW.size:
+            return False
+        rows = [list(row) for row in _ROW.iter_unpack(data)]
+        if not all(0 <= number < _LARGEST for row in rows for number in row):
+            return False
+        self._uses, self._time = rows[:WORTH_CLASSES], rows[WORTH_CLASSES:]
+        return True
 
     def values(self) -> Table:
         """The value of blocks, in the shape of a table of worths."""

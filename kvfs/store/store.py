@@ -210,6 +210,7 @@ class Store:
         else:
             self.plane.table_load(self._root_record())
         self.segments.start()
+        self.evictor.begin()
         if not clean and not rebuild:
             # The summaries keep what recovery found, even if the next crash takes the index along.
             await self.segments.flush_summaries()
@@ -582,6 +583,7 @@ class Store:
             for _ in range(2):  # the second writes the other copy where the first names what is gone
                 await self.segments.flush_summaries()
             await self.service.sync()
+            self.evictor.end()
             self.index.meta_put(META_CLEAN, b"1" if clean else b"0")
             await self.blocks.commit()
         except KvfsError as error:

@@ -304,6 +304,8 @@ void kvfs_blocks_evict(struct kvfs_plane *plane, uint32_t segment, const uint64_
 /* For each inode: tick of its last use << 8 | hits. Hits are opens for reading since the mount, and stop at 255; an inode's creation is its
  * first use, and no hit. 0 for inodes that existed at the mount and were not opened since, and for missing ones. */
 int kvfs_inode_uses(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count, uint32_t *uses);
+/* All blocks were used so many ticks ago, by the segment in which they begin, and the clock is at 0: before anything is used. */
+void kvfs_uses_begin(struct kvfs_plane *plane, const uint32_t *ages, uint32_t segment_count);
 /* Weigh the pool's segments by its blocks (kvfs_weigh), and count these. It reads what others change meanwhile, and takes some 4 ns a block:
  * where there are many, not for a thread that answers requests. */
 void kvfs_segments_weigh(struct kvfs_plane *plane, const struct kvfs_worths *worths, float price, uint32_t tick, struct kvfs_weight *segments,

@@ -13,6 +13,10 @@
  * ahead of the clock, which others moved on meanwhile, has age 0. */
 #define KVFS_WORTH_AGES 89
 
+/* The age of blocks that are needed no more, as a user says; their uses are counted there. No other grows so old by itself: it takes 4,096 pools'
+ * worth of writes. */
+#define KVFS_DONE_AGE 4194304
+
 /* Only ratios mean something. All are finite and not negative. */
 struct kvfs_worths {
     float worths[KVFS_WORTH_CLASSES][KVFS_WORTH_AGES];

@@ -19,6 +19,7 @@ static void worths_fill(void) {
     for (uint32_t row = 0; row < KVFS_WORTH_CLASSES; row++)
         for (uint32_t i = 0; i < KVFS_WORTH_AGES; i++)
             worths.worths[row][i] = (float)exact(hits_of[row], kvfs_worth_age(i));
+    worths.orphan = 0.25f;
 }
 
 static void ages_rise_to_the_end_of_the_clock(void) {
@@ -36,11 +37,11 @@ static void worths_lie_on_lines_and_the_clock_goes_round(void) {
         uint32_t age = (uint32_t)random_below(&seed, 1u << random_below(&seed, 24)), hits = (uint32_t)random_below(&seed, 256);
         uint32_t tick = (uint32_t)random_next(&seed) & 0xffffff, use = ((tick - age) & 0xffffff) << 8 | hits;
         float worth;
-        kvfs_worth(&worths, tick, &use, 1, &worth);
+        kvfs_worth(&worths, tick, &use, NULL, 1, &worth);
         double wanted = exact(hits, age);
         CHECK_SAY(worth >= 0.999 * wanted && worth <= 1.03 * wanted, "age %u hits %u: %g, %g", age, hits, worth, wanted);
         /* A use that others added after the tick was read. */
-        kvfs_worth(&worths, (tick - age - 1) & 0xffffff, &use, 1, &worth);
+        kvfs_worth(&worths, (tick - age - 1) & 0xffffff, &use, NULL, 1, &worth);
         CHECK_SAY(age || fabs(worth - exact(hits, 0)) <= 1e-3 * worth, "hits %u: %g", hits, worth);
     }
 }
@@ -48,7 +49,8 @@ static void worths_lie_on_lines_and_the_clock_goes_round(void) {
 static void segments_weigh_what_their_blocks_do(void) {
     enum { BLOCKS = 20000 };
     static uint32_t uses[BLOCKS];
-    static uint64_t places[BLOCKS];
+    static uint64_t places[BLOCKS], orphans[BLOCKS / 64 + 1];
+    static struct kvfs_ages ages, counted;
     struct kvfs_weight found[SEGMENTS + 1], wanted[SEGMENTS] = {{0, 0}};
     uint64_t seed = 9;
     float price = (float)exact(0, 100);
@@ -57,19 +59,40 @@ static void segments_weigh_what_their_blocks_do(void) {
         uses[i] = (uint32_t)random_next(&seed);
         places[i] = segment | (uint64_t)pages << 32;
         float worth;
-        kvfs_worth(&worths, 1000, &uses[i], 1, &worth);
-        if (segment < SEGMENTS) {
+        uint8_t orphan = random_below(&seed, 3) == 0;
+        orphans[i / 64] |= (uint64_t)orphan << i % 64;
+        kvfs_worth(&worths, 1000, &uses[i], &orphan, 1, &worth);
+        if (segment < SEGMENTS && pages) {
+            kvfs_worth_count(&counted, 1000, &uses[i], 1);
             wanted[segment].loss += (double)(worth < price ? worth : price) * pages;
             wanted[segment].pages += pages;
         }
     }
     memset(found, 0x5a, sizeof(found));
-    kvfs_weigh(&worths, price, 1000, uses, places, BLOCKS, found, SEGMENTS);
+    struct kvfs_weighed blocks = {uses, places, orphans, BLOCKS};
+    memset(&ages, 0x5a, sizeof(ages));
+    kvfs_weigh(&worths, price, 1000, &blocks, found, SEGMENTS, &ages);
     for (uint32_t i = 0; i < SEGMENTS; i++)
         CHECK(found[i].pages == wanted[i].pages && fabs(found[i].loss - wanted[i].loss) <= 1e-9 * wanted[i].loss);
     CHECK(found[SEGMENTS].pages == UINT64_C(0x5a5a5a5a5a5a5a5a)); /* there are no more */
-    kvfs_weigh(&worths, price, 1000, uses, places, 0, found, SEGMENTS);
-    CHECK(found[0].pages == 0 && found[0].loss == 0);
+    CHECK(memcmp(&ages, &counted, sizeof(ages)) == 0);
+    blocks.count = 0;
+    kvfs_weigh(&worths, price, 1000, &blocks, found, SEGMENTS, &ages);
+    CHECK(found[0].pages == 0 && found[0].loss == 0 && ages.counts[0][0] == 0);
+}
+
+static void orphans_are_worth_a_part_and_ages_are_counted_where_they_begin(void) {
+    uint32_t uses[] = {1000 << 8, 900 << 8 | 3, 900 << 8 | 3, 1001 << 8};
+    uint8_t orphans[] = {0, 0, 1, 0};
+    float found[4];
+    static struct kvfs_ages ages;
+    kvfs_worth(&worths, 1000, uses, orphans, 4, found);
+    CHECK(found[2] == found[1] * 0.25f && found[0] == found[3]);
+    kvfs_worth_count(&ages, 1000, uses, 4);
+    uint32_t index = 0;
+    while (kvfs_worth_age(index + 1) <= 100)
+        index++;
+    CHECK(ages.counts[0][0] == 2 && ages.counts[3][index] == 2); /* one was used after the tick was read */
 }
 
 static uint64_t place_of(const struct kvfs_table *table, uint64_t inode) {
@@ -127,6 +150,7 @@ int main(void) {
     RUN(ages_rise_to_the_end_of_the_clock);
     RUN(worths_lie_on_lines_and_the_clock_goes_round);
     RUN(segments_weigh_what_their_blocks_do);
+    RUN(orphans_are_worth_a_part_and_ages_are_counted_where_they_begin);
     RUN(places_follow_every_change_of_a_record);
     return 0;
 }

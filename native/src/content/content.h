@@ -137,8 +137,8 @@ uint64_t handles_drop(struct kvfs_plane *plane, struct transport *transport, uin
 
 /* ---- processes.c: who uses blocks, and in which order ---- */
 
-#define PROCESSES 1021u
-#define THREADS 4093u
+#define PROCESSES_KNOWN 1021u
+#define THREADS_KNOWN 4093u
 #define PROCESS_LISTS 1u
 #define PROCESS_LOADS 2u
 #define PROCESS_STORES 4u
@@ -157,8 +157,8 @@ struct thread {
     atomic_bool listed; /* a directory, and has made nothing since */
 };
 struct processes {
-    struct process all[PROCESSES]; /* by hash; whoever comes takes the place */
-    struct thread threads[THREADS];
+    struct process all[PROCESSES_KNOWN]; /* by hash; whoever comes takes the place */
+    struct thread threads[THREADS_KNOWN];
 };
 void process_lists(struct kvfs_plane *plane, struct caller caller); /* a directory */
 /* A block was opened for reading: a use, but for one who walks. */

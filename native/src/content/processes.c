@@ -36,7 +36,7 @@ static uint32_t process_read(uint32_t thread) {
 static uint64_t key_of(struct caller caller, uint32_t number) { return (uint64_t)caller.guest << 32 | number; }
 
 static struct thread *thread_of(struct kvfs_plane *plane, struct caller caller) {
-    struct thread *thread = &plane->processes.threads[(caller.thread ^ caller.guest * 31u) % THREADS];
+    struct thread *thread = &plane->processes.threads[(caller.thread ^ caller.guest * 31u) % THREADS_KNOWN];
     uint64_t key = key_of(caller, caller.thread);
     uint32_t now = seconds_now();
     bool known = atomic_load_explicit(&thread->key, memory_order_relaxed) == key;
@@ -54,7 +54,7 @@ static struct thread *thread_of(struct kvfs_plane *plane, struct caller caller) 
 
 static struct process *process_of(struct kvfs_plane *plane, struct caller caller, const struct thread *thread) {
     uint32_t number = atomic_load_explicit(&thread->process, memory_order_relaxed);
-    struct process *process = &plane->processes.all[(number ^ caller.guest * 31u) % PROCESSES];
+    struct process *process = &plane->processes.all[(number ^ caller.guest * 31u) % PROCESSES_KNOWN];
     uint64_t key = key_of(caller, number);
     if (atomic_load_explicit(&process->key, memory_order_relaxed) != key) {
         atomic_store_explicit(&process->last, 0, memory_order_relaxed);

@@ -96,14 +96,21 @@ int kvfs_inode_touch(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t 
     return 0;
 }
 
-/* No block grows so old by itself: it takes 4,096 pools' worth of writes. So uses of those that were done with are counted for themselves. */
-#define DONE_AGE (1u << 22)
-
 void kvfs_inode_done(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count) {
     for (uint32_t i = 0; i < count; i++) {
         struct kvfs_record record;
         if (kvfs_table_find_inode(plane->table, inodes[i], &record) == 0)
-            atomic_store_explicit(&plane->uses[record.slot], ((tick_now(plane) - DONE_AGE) & 0xffffff) << 8, memory_order_relaxed);
+            atomic_store_explicit(&plane->uses[record.slot], ((tick_now(plane) - KVFS_DONE_AGE) & 0xffffff) << 8, memory_order_relaxed);
+    }
+}
+
+void kvfs_uses_begin(struct kvfs_plane *plane, const uint32_t *ages, uint32_t segment_count) {
+    uint32_t count;
+    const uint64_t *places = kvfs_table_places(plane->table, &count);
+    for (uint32_t slot = 0; slot < count; slot++) {
+        uint64_t place = __atomic_load_n(&places[slot], __ATOMIC_RELAXED);
+        if (place >> 32 && (uint32_t)place < segment_count)
+            atomic_store_explicit(&plane->uses[slot], ((0 - ages[(uint32_t)place]) & 0xffffff) << 8, memory_order_relaxed);
     }
 }
 
