@@ -6,9 +6,7 @@ for each of AGES. A row is for the blocks of class_of(hits). Between two ages wo
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterable, Sequence
-from math import inf
+from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias, cast
 
 from kvfs._native import ffi, lib
@@ -19,8 +17,6 @@ AGES: tuple[int, ...] = tuple(lib.kvfs_worth_age(i) for i in range(lib.KVFS_WORT
 TICK_MASK = (1 << 24) - 1
 # Blocks that are done with have this age, or more; no other grows so old: it takes 4,096 pools' worth of writes.
 DONE_AGE = cast(int, lib.KVFS_DONE_AGE)
-_WEIGHT = struct.Struct("<dQ")
-assert _WEIGHT.size == ffi.sizeof("struct kvfs_weight")
 _PRICE_MAX = 3.0e38
 
 Table: TypeAlias = Sequence[Sequence[float]]
@@ -82,23 +78,17 @@ class Weights:
         self.count = segments
         self.all = ffi.new("struct kvfs_weight[]", segments)
         self.ages = Ages()
+        self._losses = ffi.new("double[]", segments)
 
     def weigh(self, worths: Worths, price: float, tick: int, blocks: object) -> None:
         """By blocks that are in no pool: a `struct kvfs_weighed *`."""
         price = price_of(price)
         lib.kvfs_weigh(worths.table, price, tick & TICK_MASK, blocks, self.all, self.count, self.ages.all)
 
-    def losses(self, live: Iterable[int], area: int) -> list[float]:
-        """By segment: what goes with it, by the page that is gained. live: by segment, the pages there of blocks.
-        Blocks that begin elsewhere go too, and are taken to be worth as much as the others. Blocks that begin
-        there may be in other segments in part, where room is gained likewise. Copied ones are worth the price of a
-        copy. Where no block begins, nothing is known: infinite, and 0 if it is empty."""
-        return [
-            (inf if there else 0.0) if not pages
-            else loss * (1 + (there - pages) / pages) / area if there > pages
-            else loss / (area + pages - there)
-            for (loss, pages), there in zip(_WEIGHT.iter_unpack(ffi.buffer(self.all)), live, strict=True)
-        ]  # fmt: skip
+    def losses(self, area: int) -> list[float]:
+        """By segment of so many pages: what goes with it, by the page that is gained (kvfs_losses)."""
+        lib.kvfs_losses(self.all, self.count, area, self._losses)
+        return cast(list[float], ffi.unpack(self._losses, self.count))
 
 
 def price_of(price: float) -> float:

@@ -6,10 +6,20 @@ It holds numbers of blocks, all of one size. `kvfs/bench/simulate.py` plays trac
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 
 from kvfs._native import ffi
 from kvfs.chains import Chains, ghosts_of
-from kvfs.store.eviction import LEARN_TICKS, TICKS_PER_POOL, CopyBudget, EvictionPolicy, LeastLoss, Lost, worth_copying
+from kvfs.store.eviction import (
+    LEARN_TICKS,
+    SPARED,
+    TICKS_PER_POOL,
+    CopyBudget,
+    EvictionPolicy,
+    LeastLoss,
+    Lost,
+    worth_copying,
+)
 from kvfs.worth import DONE_AGE, Ages, Use, Weights, word_of
 
 # Left free for copies when a segment is opened for writers: the pool's reserve, less the one that it opens ahead.
@@ -162,11 +172,12 @@ class Segments:
 
     def _victim(self, price: float) -> int:
         self._weights.weigh(self.policy.worths(), price, self.tick, self._weighed)
-        live = [0] * self.count
         for segment in self._closed:
-            live[self._at[segment]] = len(self._blocks[segment])
-        losses = self._weights.losses(live, self.area)
-        return min(self._closed, key=lambda segment: losses[self._at[segment]])
+            self._weights.all[self._at[segment]].live = len(self._blocks[segment])
+        losses = self._weights.losses(self.area)
+        spared = len(self._closed) // SPARED
+        older = islice(self._closed, len(self._closed) - spared)
+        return min(older, key=lambda segment: losses[self._at[segment]])
 
     def _gone(self, segment: int, lost: Sequence[int], share: float) -> None:
         self.policy.gone(Lost([self.use(block) for block in lost], self._orphans(lost), share), self.tick)

@@ -19,6 +19,10 @@ STRIPE_UNIT_MIN = 16 << 10
 SEGMENT_MIN = 1 << 20
 SEGMENT_CAP = 512 << 20
 SEGMENTS_WANTED = 256
+# Devices of a power of two have one less than that, by their labels. Segments of half the size make up for it where
+# they hold some blocks each.
+SEGMENTS_ENOUGH = 248
+SEGMENT_HALVED_MIN = 16 << 20
 SEGMENTS_BEFORE_GROWTH = 16384
 SEGMENTS_MAX = 32768
 # In a pod each node knows all segments, so it has fewer of its own.
@@ -91,8 +95,10 @@ def choose_geometry(
     width = min(4, count) if stripe_width is None else stripe_width
     if not 1 <= width <= min(count, STRIPE_WIDTH_MAX):
         raise UsageError(f"stripe width {width}: 1 to {min(count, STRIPE_WIDTH_MAX)} is possible with {count} devices")
-    usable = sum(max(0, size - LABEL_SIZE - zones_offset) for size in device_sizes)
-    zone = _power_below(segment_size // width) if segment_size is not None else _choose_zone(usable, width, nodes)
+    if segment_size is not None:
+        zone = _power_below(segment_size // width)
+    else:
+        zone = _choose_zone(sum(device_sizes), count * (LABEL_SIZE + zones_offset), width, nodes)
     if segment_size is not None and segment_size != zone * width:
         raise UsageError(
             f"segment size {format_size(segment_size)}: it must be the stripe width ({width}) times a power of two"
@@ -123,19 +129,21 @@ def choose_geometry(
             f"the devices hold {segments} segments of {format_size(geometry.segment_size)}; "
             f"at least {SEGMENTS_MIN} are needed"
         )
-    if segments < SEGMENTS_WANTED * nodes:
+    if segments < SEGMENTS_ENOUGH * nodes:
         each = f" of each of {nodes} nodes" if nodes > 1 else ""
         notes.append(
-            f"{segments} segments of {format_size(geometry.segment_size)}: with at least {SEGMENTS_WANTED}{each} "
+            f"{segments} segments of {format_size(geometry.segment_size)}: with {SEGMENTS_WANTED}{each} "
             "eviction would keep more of what is used"
         )
     return geometry, notes
 
 
-def _choose_zone(usable: int, width: int, nodes: int) -> int:
+def _choose_zone(usable: int, labels: int, width: int, nodes: int) -> int:
     """Small pools: some hundreds of segments; then segments of 512 MiB, then at most 32,768 segments. A node of a pod
     has some hundreds as well, and at most 8,192."""
     segment = max(SEGMENT_MIN, _power_below(max(1, usable // (SEGMENTS_WANTED * nodes))))
+    if (usable - labels) // segment < SEGMENTS_WANTED * nodes and segment // 2 >= SEGMENT_HALVED_MIN:
+        segment //= 2
     segment = min(segment, SEGMENT_CAP)
     most = max(SEGMENTS_MAX, min(NODE_SEGMENTS_MAX * nodes, POD_SEGMENTS_MAX))
     if usable // segment > most // SEGMENTS_MAX * SEGMENTS_BEFORE_GROWTH:

@@ -20,7 +20,7 @@ from kvfs.names import Look, step
 from kvfs.plane import OpenState
 from kvfs.record import Inode, Kind
 from kvfs.store.blocks import Blocks
-from kvfs.store.eviction import LEARN_TICKS, TICKS_PER_POOL, CopyBudget, EvictionPolicy, Lost, worth_copying
+from kvfs.store.eviction import LEARN_TICKS, SPARED, TICKS_PER_POOL, CopyBudget, EvictionPolicy, Lost, worth_copying
 from kvfs.store.groups import Group, Groups
 from kvfs.store.sealing import Sealing
 from kvfs.store.segment import Segment, State, usage
@@ -36,7 +36,6 @@ _KEPT_OPEN = (OpenState.OPEN, OpenState.BEING_WRITTEN)
 _KEPT = (OpenState.OPEN, OpenState.LEASED)
 # Blocks looked at, or removed, in one go: others wait meanwhile.
 _LOOK_BATCH = 256
-_LOOK_SEGMENTS = 4096
 _EVICT_BATCH = 64
 _SLOW_BATCH = 16
 _CARRY_TASKS = 8
@@ -53,8 +52,6 @@ _WEIGHED_SHARE = 256
 _WEIGHED_HERE = 1 << 17
 # Chosen besides, as some may be held when their turn comes.
 _SPARE_CHOICES = 16
-# The newest segments, one in so many, go only when no other can.
-_SPARED = 4
 _PASSES = 6
 # Segments kept free for writers that wait, and 1/20 of the pool. A freed segment waits for summaries and the index,
 # while fast writers fill five of 16 MiB in 50 ms.
@@ -269,7 +266,7 @@ class Evictor:
         for weighed in (False, True):
             if weighed:
                 await self._weigh_all()
-                self._chosen = await self._next_ones(newest)
+                self._chosen = self._next_ones(newest)
             elif self._is_stale():
                 continue
             while self._chosen:
@@ -307,30 +304,22 @@ class Evictor:
             self._learnt_at = tick
         self._weighed_at = tick
 
-    async def _next_ones(self, newest: int) -> list[tuple[Segment, int]]:
+    def _next_ones(self, newest: int) -> list[tuple[Segment, int]]:
         """The segments that go next, the first last, with their generations."""
-        live = []
-        for at in range(0, len(self._segments.all), _LOOK_SEGMENTS):
-            if at:
-                await trio.lowlevel.checkpoint()
-            live += [s.live_pages for s in self._segments.all[at : at + _LOOK_SEGMENTS]]
-        losses = self._weights.losses(live, self._segments.area)
+        losses = self._weights.losses(self._segments.area)
         now = trio.current_time()
         closed = [s for s in self._segments.own if s.state is State.CLOSED]
         closed.sort(key=_generation)
-        # The newest are spared as long as another can go. Files that were closed a moment ago and are about to be
-        # renamed lie there. In a stream with few writes, the newest segment may be the emptiest of all.
-        spared = len(closed) - len(closed) // _SPARED
-        for some in (closed[:spared], closed[spared:]):
-            found = [
-                (losses[s.index], s.generation, s.index)
-                for s in some
-                if s.generation <= newest and self._can_go(s, now)
-            ]  # fmt: skip
-            if found:
-                count = len(closed) // _WEIGHED_SHARE + 1 + _SPARE_CHOICES
-                return [(self._segments.all[index], g) for _, g, index in reversed(nsmallest(count, found))]
-        return []
+        spared = {s.index for s in closed[len(closed) - len(closed) // SPARED :]}
+        able = [
+            s for s in closed
+            if s.generation <= newest and not s.held and not s.avoided and s.avoid_until <= now
+        ]  # fmt: skip
+        found = [(losses[s.index], s.generation, s.index) for s in able if s.index not in spared]
+        if not found:
+            found = [(losses[s.index], s.generation, s.index) for s in able]
+        count = len(closed) // _WEIGHED_SHARE + 1 + _SPARE_CHOICES
+        return [(self._segments.all[index], g) for _, g, index in reversed(nsmallest(count, found))]
 
     def _can_go(self, segment: Segment, now: float) -> bool:
         if segment.held or segment.avoided or segment.avoid_until > now:
@@ -489,16 +478,17 @@ class Evictor:
             if block.inode in groups:
                 mates.setdefault(groups[block.inode], []).append(i)
         kept: set[int] = set()
-        kept_pages = 0
+        kept_pages = copied = 0
         for i in worth_copying(worths, price):
             group = groups.get(blocks[i].inode)
             unit = [i] if group is None else mates[group]
-            size = sum(blocks[j].pages for j in unit)
-            if i not in kept and kept_pages + size <= budget:
-                kept_pages += size
+            size = sum(blocks[j].pages_all for j in unit)
+            if i not in kept and copied + size <= budget:
+                kept_pages += sum(blocks[j].pages for j in unit)
+                copied += size  # a block is copied whole
                 kept.update(unit)
-        self.counters.carried_pages += kept_pages
-        self._budget.spend(kept_pages)
+        self.counters.carried_pages += copied
+        self._budget.spend(copied)
         lost = [i for i in range(len(uses)) if i not in kept]
         gained = max(1, self._segments.area - kept_pages)
         share = max(0, segment.live_pages - kept_pages) / gained

@@ -31,6 +31,7 @@ struct kvfs_ages {
 struct kvfs_weight {
     double loss;    /* the sum over the blocks that begin in the segment: pages x the worth, or the price where that is less */
     uint64_t pages; /* of these blocks, header and content, wherever they lie */
+    uint64_t live;  /* pages of blocks there, also of those that begin elsewhere. Set by the caller of kvfs_losses() */
 };
 
 uint32_t kvfs_worth_class(uint32_t hits);
@@ -50,5 +51,10 @@ struct kvfs_weighed {
 /* Weigh segments by these blocks, and count the blocks. Blocks in segments from segment_count on are passed over. */
 void kvfs_weigh(const struct kvfs_worths *worths, float price, uint32_t tick, const struct kvfs_weighed *blocks, struct kvfs_weight *segments,
                 uint32_t segment_count, struct kvfs_ages *ages);
+
+/* By segment of `area` pages: what goes with it, by the page that is gained. Blocks that begin elsewhere go too, and are taken to be worth as much as
+ * the others. Blocks that begin there may be in other segments in part, where room is gained likewise. Where no block begins, nothing is known:
+ * infinite, and 0 if it is empty. */
+void kvfs_losses(const struct kvfs_weight *segments, uint32_t count, uint64_t area, double *out);
 
 #endif

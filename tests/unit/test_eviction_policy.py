@@ -40,8 +40,9 @@ def losses(
     orphans = ffi.new("uint64_t[]", len(blocks) // 64 + 1)
     weighed = ffi.new("struct kvfs_weighed *", [words, places, orphans, len(blocks)])
     weights.weigh(policy.worths(), policy.price(budget), tick, weighed)
-    live = [len(segments.get(segment, ())) for segment in range(weights.count)]
-    lost = weights.losses(live, 10)
+    for segment in range(weights.count):
+        weights.all[segment].live = len(segments.get(segment, ()))
+    lost = weights.losses(10)
     return {segment: lost[segment] for segment in segments}
 
 
@@ -69,7 +70,8 @@ def test_dead_pages_are_free() -> None:
     assert lost[1] == pytest.approx(lost[2] / 2)
     weights = Weights(2)
     weights.weigh(LeastLoss().worths(), 1.0, 5, ffi.new("struct kvfs_weighed *"))
-    assert weights.losses([0, 3], 10) == [0.0, inf]
+    weights.all[1].live = 3
+    assert weights.losses(10) == [0.0, inf]
 
 
 def test_blocks_that_lie_in_several_segments_count_where_they_begin() -> None:
@@ -78,7 +80,8 @@ def test_blocks_that_lie_in_several_segments_count_where_they_begin() -> None:
     places = ffi.new("uint64_t[]", [0 | 8 << 32, 1 | 8 << 32])
     weighed = ffi.new("struct kvfs_weighed *", [ffi.new("uint32_t[]", 2), places, ffi.new("uint64_t[]", 1), 2])
     weights.weigh(worths, 10.0, 0, weighed)
-    assert weights.losses([3, 10], 10) == [8 / 15, 1.0]
+    weights.all[0].live, weights.all[1].live = 3, 10
+    assert weights.losses(10) == [8 / 15, 1.0]
 
 
 def test_the_clock_goes_round() -> None:

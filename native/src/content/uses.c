@@ -119,6 +119,7 @@ void kvfs_segments_weigh(struct kvfs_plane *plane, const struct kvfs_worths *wor
     struct kvfs_weighed blocks = {.uses = (const uint32_t *)plane->uses, .orphans = kvfs_chains_orphans(plane->chains)};
     blocks.places = kvfs_table_places(plane->table, &blocks.count);
     kvfs_weigh(worths, price, tick, &blocks, segments, segment_count, ages);
+    places_live(plane->names, segments, segment_count);
 }
 
 /* Ghosts kept, by block. */

@@ -1,6 +1,7 @@
 /* The worth of blocks, and the loss of segments that go. Every block is looked at: with as little as can be for each. */
 #include "kvfs_worth.h"
 
+#include <math.h>
 #include <string.h>
 
 #define TICK_MASK 0xffffffu
@@ -100,5 +101,15 @@ void kvfs_weigh(const struct kvfs_worths *worths, float price, uint32_t tick, co
         ages->counts[at.row][at.index]++;
         segments[segment].loss += (double)(worth < price ? worth : price) * pages;
         segments[segment].pages += pages;
+    }
+}
+
+void kvfs_losses(const struct kvfs_weight *segments, uint32_t count, uint64_t area, double *out) {
+    for (uint32_t i = 0; i < count; i++) {
+        double loss = segments[i].loss, pages = (double)segments[i].pages, live = (double)segments[i].live, size = (double)area;
+        if (pages == 0)
+            out[i] = live > 0 ? HUGE_VAL : 0;
+        else
+            out[i] = live > pages ? loss * (live / pages) / size : loss / (size + pages - live);
     }
 }

@@ -6,6 +6,7 @@
 
 #include "base/base.h"
 #include "kvfs_names.h"
+#include "kvfs_worth.h"
 
 /* As kvfs_names_begin(), but gives up after 5 ms: Python may be in the middle of a long step. It is awake then, and gets the request. */
 bool names_try(struct kvfs_names *names);
@@ -124,6 +125,8 @@ void place_note(struct kvfs_names *names, uint32_t segment, uint32_t notes);
 void settled_tell(struct settled *list);
 /* A block came (1) or went (-1): its pages count, or count no more. */
 void place_account(struct kvfs_names *names, const struct kvfs_inode_record *record, int sign);
+/* Set the live pages of each segment. In any thread. */
+void places_live(struct kvfs_names *names, struct kvfs_weight *segments, uint32_t count);
 uint32_t place_tick(const struct kvfs_names *names);
 /* Pages of a sealed block in the segment, its header included; UINT32_MAX: in all. */
 uint64_t record_pages(const struct kvfs_inode_record *record, uint32_t segment);

@@ -233,6 +233,12 @@ uint64_t kvfs_places_written(struct kvfs_names *names) {
     return written;
 }
 
+void places_live(struct kvfs_names *names, struct kvfs_weight *segments, uint32_t count) {
+    const struct places *places = names_places(names);
+    for (uint32_t i = 0; i < count && i < places->count; i++)
+        segments[i].live = __atomic_load_n(&places->all[i].live_pages, __ATOMIC_RELAXED);
+}
+
 uint32_t place_tick(const struct kvfs_names *names) {
     const struct places *places = names_places((struct kvfs_names *)(uintptr_t)names);
     return (uint32_t)(places->written / places->tick_pages);
