@@ -18,9 +18,9 @@ from kvfs.worth import Table, Use, Worths
 # here depends on the size of a pool or the speed of its engines. The clock has so many ticks while as much is written
 # as the pool holds.
 TICKS_PER_POOL = 1024
-# The newest segments, one in so many, go only when no other can. Files that were closed a moment ago and are about to be
-# renamed lie there. What was just stored may be read for the first time. In a stream with few writes, the newest segment
-# may be the emptiest of all.
+# The newest segments, one in so many, go only when no other can. Files that were closed a moment ago and are about to
+# be renamed lie there. What was just stored may be read for the first time. In a stream with few writes, the newest
+# segment may be the emptiest of all.
 SPARED = 4
 # A policy learns after so many.
 LEARN_TICKS = 16
