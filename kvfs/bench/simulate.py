@@ -209,7 +209,7 @@ def reference(name: str, prompts: Prompts, capacity: int) -> Result:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a pool is told beside the requests of a trace. done: by the number of a request, the blocks that are needed
+    """A pool is told more than the requests of a trace. done: by the number of a request, the blocks that are needed
     no more after it. restart: before the request of this number it is unmounted and mounted again."""
 
     done: Mapping[int, Sequence[int]] = field(default_factory=dict)

@@ -23,7 +23,7 @@ class Tree(Protocol):
 
 class Hints:
     def __init__(self, tree: Tree, store: Store) -> None:
-        self._tree, self._index, self._leases, self._uses = tree, store.index, store.leases, store.plane.uses
+        self._tree, self._store = tree, store
 
     def give(self, inode: Inode, name: bytes, value: bytes, user: int) -> None:
         """user: whom blocks that are kept are charged to. InvalidArgumentError; ShareError: that is full;
@@ -37,8 +37,8 @@ class Hints:
 
     def parent_of(self, inode: Inode) -> bytes | None:
         """As it is set; None: it is not known, or not there."""
-        number = self._uses.parent(inode.inode)
-        parent = None if number is None else self._index.get(number)
+        number = self._store.plane.uses.parent(inode.inode)
+        parent = None if number is None else self._store.index.get(number)
         if parent is None or parent.nameless:
             return None
         return parent.name if parent.parent == inode.parent else self._tree.path(parent.inode)
@@ -46,7 +46,7 @@ class Hints:
     def _follow(self, inode: Inode, value: bytes) -> None:
         *path, last = value.strip(b"/").split(b"/")
         directory = self._tree.find_directory(ROOT_INODE if value.startswith(b"/") else inode.parent, path)
-        self._uses.follow(inode.inode, self._tree.lookup(directory, last).inode)
+        self._store.plane.uses.follow(inode.inode, self._tree.lookup(directory, last).inode)
 
     def _keep(self, inode: Inode, name: bytes, value: bytes, user: int) -> None:
         number = inode.inode
@@ -55,7 +55,7 @@ class Hints:
         if not inode.sealed:
             raise InvalidArgumentError(f"inode {number}: being written; {name.decode()} can be set once it is closed")
         if int(value) == 0:
-            self._leases.drop_kept(user, number)
-            self._uses.done([number])
-        elif not self._leases.keep(user, number, int(value)):
+            self._store.leases.drop_kept(user, number)
+            self._store.plane.uses.done([number])
+        elif not self._store.leases.keep(user, number, int(value)):
             raise ShareError(f"inode {number}: user {user} keeps as many blocks as one may for a while")

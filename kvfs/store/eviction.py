@@ -19,7 +19,7 @@ from kvfs.worth import Table, Use, Worths
 # as the pool holds.
 TICKS_PER_POOL = 1024
 # The newest segments, one in so many, go only when no other can. Files that were closed a moment ago and are about to
-# be renamed lie there. What was just stored may be read for the first time. In a stream with few writes, the newest
+# be renamed lie there. New blocks may be read for the first time. In a stream with few writes, the newest
 # segment may be the emptiest of all.
 SPARED = 4
 # A policy learns after so many.

@@ -39,7 +39,7 @@ void kvfs_chains_leave(struct kvfs_chains *chains, uint32_t slot, uint64_t key, 
 const uint64_t *kvfs_chains_orphans(const struct kvfs_chains *chains);
 /* The block was used: it is no orphan. Any thread. */
 void kvfs_chains_used(struct kvfs_chains *chains, uint32_t slot);
-/* The slot of a block's parent, or UINT32_MAX: it is not known, or not there. */
+/* The slot of a block's parent, or UINT32_MAX: it is not known, or not there. Any thread; others may change it meanwhile. */
 uint32_t kvfs_chains_parent(const struct kvfs_chains *chains, uint32_t slot);
 /* Keep so many ghosts from now on, one at least; never more than at creation. */
 void kvfs_chains_limit(struct kvfs_chains *chains, uint32_t ghosts);

@@ -149,7 +149,7 @@ def test_zones_begin_behind_a_page_for_each_slot(nodes: int, mib: int) -> None:
 
 @pytest.mark.parametrize(("devices", "nodes", "tib"), [(4, 16, 1), (72, 72, 8), (72, 72, 256)])
 def test_each_node_has_hundreds_of_segments_and_a_pod_not_too_many(devices: int, nodes: int, tib: int) -> None:
-    segment = _choose_zone(devices * tib << 40, 4, nodes) * 4
+    segment = _choose_zone(devices * tib << 40, devices * (LABEL_SIZE + zones_offset(nodes)), 4, nodes) * 4
     assert 200 * nodes <= devices * tib << 40 >> segment.bit_length() - 1 <= POD_SEGMENTS_MAX
     assert segment <= POD_SEGMENT_PAGES_MAX * PAGE_SIZE
 

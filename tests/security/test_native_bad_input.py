@@ -517,7 +517,7 @@ def with_payload(kind: int, make: Callable[[bytes], bytes]) -> Edit:
 WELCOME = FRAME.size  # where its fields begin
 _WELCOMES = {
     "the version before": (set_word(HELLO, WELCOME, "<I", 3), "VersionError"),
-    "version 5": (set_word(HELLO, WELCOME, "<I", 5), "VersionError"),
+    "the version behind": (set_word(HELLO, WELCOME, "<I", 6), "VersionError"),
     "no device": (set_word(HELLO, WELCOME + 64, "<I", 0), "VersionError"),
     "more devices than it tells of": (set_word(HELLO, WELCOME + 64, "<I", 3), "VersionError"),
     "2**32-1 devices": (set_word(HELLO, WELCOME + 64, "<I", 0xFFFFFFFF), "VersionError"),

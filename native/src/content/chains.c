@@ -80,6 +80,9 @@ static uint32_t node_of(const struct kvfs_chains *chains, uint32_t slot) {
     return slot + 1;
 }
 
+/* Others read it meanwhile (kvfs_chains_parent). */
+static void parent_set(struct link *link, uint32_t parent) { __atomic_store_n(&link->parent, parent, __ATOMIC_RELAXED); }
+
 static bool is_slot(const struct kvfs_chains *chains, uint32_t node) { return node <= chains->slots; }
 
 static void leave_parent(struct kvfs_chains *chains, uint32_t node) {
@@ -92,13 +95,14 @@ static void leave_parent(struct kvfs_chains *chains, uint32_t node) {
         links[link->parent].first = link->next;
     if (link->next)
         links[link->next].previous = link->previous;
-    link->parent = link->next = link->previous = 0;
+    parent_set(link, 0);
+    link->next = link->previous = 0;
     chains->counted.parents -= is_slot(chains, node);
 }
 
 static void join_parent(struct kvfs_chains *chains, uint32_t node, uint32_t parent) {
     struct link *links = chains->links, *link = &links[node];
-    link->parent = parent;
+    parent_set(link, parent);
     link->previous = 0;
     link->next = links[parent].first;
     if (link->next)
@@ -110,8 +114,12 @@ static void join_parent(struct kvfs_chains *chains, uint32_t node, uint32_t pare
 /* All that hangs on one node hangs on another from now on, which is new. */
 static void replace(struct kvfs_chains *chains, uint32_t node, uint32_t by) {
     struct link *links = chains->links;
-    links[by] = links[node];
-    memset(&links[node], 0, sizeof(links[node]));
+    links[by].first = links[node].first;
+    links[by].next = links[node].next;
+    links[by].previous = links[node].previous;
+    parent_set(&links[by], links[node].parent);
+    parent_set(&links[node], 0);
+    links[node].first = links[node].next = links[node].previous = 0;
     if (links[by].parent) {
         if (links[by].previous)
             links[links[by].previous].next = by;
@@ -123,7 +131,7 @@ static void replace(struct kvfs_chains *chains, uint32_t node, uint32_t by) {
         chains->counted.parents -= is_slot(chains, node);
     }
     for (uint32_t child = links[by].first; child; child = links[child].next)
-        links[child].parent = by;
+        parent_set(&links[child], by);
 }
 
 /* Nothing hangs on the node any more, nor the node on anything. */
@@ -293,7 +301,7 @@ void kvfs_chains_leave(struct kvfs_chains *chains, uint32_t slot, uint64_t key, 
 /* ---- looking ---- */
 
 uint32_t kvfs_chains_parent(const struct kvfs_chains *chains, uint32_t slot) {
-    uint32_t parent = chains->links[node_of(chains, slot)].parent;
+    uint32_t parent = __atomic_load_n(&chains->links[node_of(chains, slot)].parent, __ATOMIC_RELAXED);
     return parent && is_slot(chains, parent) ? parent - 1 : UINT32_MAX;
 }
 

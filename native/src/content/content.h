@@ -149,6 +149,7 @@ struct caller {
 };
 struct process {
     atomic_ullong key, last; /* last: the inode that it used or made last */
+    atomic_ullong made_ms;   /* when it made that; 0: it found it */
     atomic_uint did;         /* PROCESS_ */
 };
 struct thread {
@@ -163,9 +164,9 @@ struct processes {
 void process_lists(struct kvfs_plane *plane, struct caller caller); /* a directory */
 /* A block was opened for reading: a use, but for one who walks. */
 void process_opens(struct kvfs_plane *plane, struct caller caller, const struct kvfs_record *block);
-/* A block was looked up and found: a use of one who loads or stores. */
+/* A block was looked up and found. One who loads or stores uses it if the block before it was looked up just before. */
 void process_looks(struct kvfs_plane *plane, struct caller caller, const struct kvfs_record *block);
-/* A file was made. It comes behind what the process used or made last. */
+/* A file was made. It comes behind what the process found last, or made a moment ago. */
 void process_makes(struct kvfs_plane *plane, struct caller caller, uint64_t inode);
 
 /* ---- shares.c: what each user holds ---- */

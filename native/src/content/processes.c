@@ -11,11 +11,13 @@
 
 /* A thread's number may be another process's after a while. */
 #define THREAD_KNOWN_S 10u
+/* Files that are made one after another are of one prefix; those that come later than this may be of another. */
+#define BURST_MS 100u
 
-static uint32_t seconds_now(void) {
+static uint64_t milliseconds_now(void) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC_COARSE, &now);
-    return (uint32_t)now.tv_sec + 1;
+    return (uint64_t)now.tv_sec * 1000 + (uint64_t)now.tv_nsec / 1000000 + 1000;
 }
 
 /* The process of a thread: Tgid in /proc/TID/status (proc(5)). The thread itself if there is no telling. */
@@ -38,7 +40,7 @@ static uint64_t key_of(struct caller caller, uint32_t number) { return (uint64_t
 static struct thread *thread_of(struct kvfs_plane *plane, struct caller caller) {
     struct thread *thread = &plane->processes.threads[(caller.thread ^ caller.guest * 31u) % THREADS_KNOWN];
     uint64_t key = key_of(caller, caller.thread);
-    uint32_t now = seconds_now();
+    uint32_t now = (uint32_t)(milliseconds_now() / 1000);
     bool known = atomic_load_explicit(&thread->key, memory_order_relaxed) == key;
     if (known && now - atomic_load_explicit(&thread->read_s, memory_order_relaxed) < THREAD_KNOWN_S)
         return thread;
@@ -58,6 +60,7 @@ static struct process *process_of(struct kvfs_plane *plane, struct caller caller
     uint64_t key = key_of(caller, number);
     if (atomic_load_explicit(&process->key, memory_order_relaxed) != key) {
         atomic_store_explicit(&process->last, 0, memory_order_relaxed);
+        atomic_store_explicit(&process->made_ms, 0, memory_order_relaxed);
         atomic_store_explicit(&process->did, 0, memory_order_relaxed);
         atomic_store_explicit(&process->key, key, memory_order_relaxed);
     }
@@ -84,6 +87,7 @@ void process_opens(struct kvfs_plane *plane, struct caller caller, const struct 
     found_add(plane, block);
     atomic_fetch_or_explicit(&process->did, PROCESS_LOADS, memory_order_relaxed);
     atomic_store_explicit(&process->last, block->inode, memory_order_relaxed);
+    atomic_store_explicit(&process->made_ms, 0, memory_order_relaxed);
 }
 
 void process_looks(struct kvfs_plane *plane, struct caller caller, const struct kvfs_record *block) {
@@ -92,8 +96,15 @@ void process_looks(struct kvfs_plane *plane, struct caller caller, const struct 
     uint32_t did = atomic_load_explicit(&process->did, memory_order_relaxed);
     if (!(did & (PROCESS_LOADS | PROCESS_STORES)) || is_walk(thread, did))
         return;
-    use_look(plane, block);
-    atomic_store_explicit(&process->last, block->inode, memory_order_relaxed);
+    uint64_t last = atomic_exchange_explicit(&process->last, block->inode, memory_order_relaxed);
+    struct kvfs_record before;
+    /* Blocks of a prefix, looked up from its head on. A poller of some file uses nothing. */
+    if (last && last != block->inode && kvfs_table_find_inode(plane->table, last, &before) == 0 &&
+        kvfs_chains_parent(plane->chains, block->slot) == before.slot) {
+        use_look(plane, &before);
+        use_look(plane, block);
+    }
+    atomic_store_explicit(&process->made_ms, 0, memory_order_relaxed);
 }
 
 void process_makes(struct kvfs_plane *plane, struct caller caller, uint64_t inode) {
@@ -101,8 +112,10 @@ void process_makes(struct kvfs_plane *plane, struct caller caller, uint64_t inod
     struct process *process = process_of(plane, caller, thread);
     atomic_store_explicit(&thread->listed, false, memory_order_relaxed);
     atomic_fetch_or_explicit(&process->did, PROCESS_STORES, memory_order_relaxed);
-    uint64_t before = atomic_exchange_explicit(&process->last, inode, memory_order_relaxed);
-    if (before && before != inode && names_try(plane->names)) {
+    uint64_t before = atomic_exchange_explicit(&process->last, inode, memory_order_relaxed), now = milliseconds_now();
+    uint64_t made = atomic_exchange_explicit(&process->made_ms, now, memory_order_relaxed);
+    bool follows = !made || now - made <= BURST_MS;
+    if (before && before != inode && follows && names_try(plane->names)) {
         inode_follow(plane, inode, before);
         kvfs_names_end(plane->names);
     }
