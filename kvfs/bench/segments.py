@@ -22,11 +22,12 @@ from kvfs.store.eviction import (
 )
 from kvfs.worth import DONE_AGE, Ages, Use, Weights, word_of
 
-# Left free for copies when a segment is opened for writers: the pool's reserve, less the one that it opens ahead.
-_SPARE = 2
+# As the pool has it (Segments.reserve, Evictor.low): left free for copies, and for writers.
+_RESERVE = 3
+_AHEAD = 1
 # Ghosts, of the blocks that the pool has room for.
 _GHOSTS = 2
-SEGMENTS_MIN = 2 * _SPARE + 2
+SEGMENTS_MIN = 6
 
 
 class Segments:
@@ -47,6 +48,7 @@ class Segments:
         self.area = capacity // segments
         self.count = capacity // self.area  # as many as fit: with few blocks in each, more than were asked for
         self.free = self.count
+        self._low = min(_RESERVE, max(1, self.count // 8)) + _AHEAD
         self.policy = policy or LeastLoss()
         self.slots: dict[int, int] = {}  # of the blocks that are there
         self.stored = self.copied = 0
@@ -92,7 +94,7 @@ class Segments:
     def store(self, block: int, parent: int | None = None) -> None:
         """parent: the block before it in its prompt."""
         if not self._room[0]:
-            while self.free <= _SPARE and self._closed:
+            while self.free <= self._low and self._closed:
                 self._evict()
         slot = self.slots[block] = self._free_slots.pop()
         self._append(0, block)

@@ -262,6 +262,8 @@ void client_prune(struct kvfs_client *client); /* client->lock held */
 
 /* Tells the daemon, some time soon; NULL: now. */
 void client_hit(struct kvfs_client *client, struct connection *connection, const struct kvfs_record *record);
+/* Those that wait for longer than "some time soon": a client may store and not read any more. */
+void client_hits_send(struct kvfs_client *client, struct connection *connection);
 /* A block is there and could not be read: its bytes do not prove, or its device erred or gave no answer. A put if absent stores it again. */
 void client_failed(struct kvfs_client *client, uint64_t inode);
 bool client_has_failed(struct kvfs_client *client, uint64_t inode);

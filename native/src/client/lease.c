@@ -167,6 +167,8 @@ static int keys_tell(struct kvfs_client *client, const struct kvfs_keys *keys, u
     int r = connection_get(client, &connection), found = 0;
     if (r < 0)
         return r;
+    if (type == WIRE_DONE)
+        client_hit(client, connection, NULL);                   /* reads before it are no uses after it */
     bool tells = type != WIRE_DONE || connection->version >= 5; /* an older daemon hangs up on what it does not know */
     for (uint32_t i = 0; i < keys->count; key += keys->sizes[i++]) {
         struct kvfs_record record;

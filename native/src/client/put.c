@@ -483,6 +483,7 @@ int kvfs_put_vectors(struct kvfs_client *client, const struct kvfs_keys *keys, c
         free(blocks);
         return r;
     }
+    client_hits_send(client, call.connection);
     for (uint32_t i = 0; i < keys->count; i++)
         results[i] = -ECANCELED;
     call.blocks = blocks;

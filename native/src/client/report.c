@@ -88,6 +88,14 @@ void client_bad_block(struct connection *connection, const struct kvfs_record *r
         wire_notify(connection, WIRE_BAD_BLOCK, words, sizeof(words));
 }
 
+void client_hits_send(struct kvfs_client *client, struct connection *connection) {
+    pthread_mutex_lock(&client->lock);
+    bool due = (client->hit_count || client->foreign_hit_count) && now_ns() - client->hits_sent_ns > 1000000000;
+    pthread_mutex_unlock(&client->lock);
+    if (due)
+        client_hit(client, connection, NULL);
+}
+
 void client_hit(struct kvfs_client *client, struct connection *connection, const struct kvfs_record *record) {
     uint64_t hits[CLIENT_HITS_MAX], now = now_ns();
     struct wire_foreign_block foreign[CLIENT_FOREIGN_MAX];
