@@ -21,7 +21,7 @@ _WIDTHS = [_STARTS[b + 1] - _STARTS[b] for b in range(_BINS)]
 # Where nothing was seen, chances fall as 1/(age + 10) from the last bin on where something was.
 _SHAPE = [1 / (_STARTS[b] + _WIDTHS[b] / 2 + 10) for b in range(_BINS)]
 # Uses that are assumed in each bin.
-_ASSUMED = 20.0
+_ASSUMED = 5.0
 _ROW = struct.Struct(f"<{_BINS}d")
 # No pool comes to that: 2^32 blocks for 2^32 ticks.
 _LARGEST = 2.0**64
