@@ -101,8 +101,7 @@ bool node_is_leased(struct kvfs_plane *plane, const struct node *node);
 void node_unlease(struct kvfs_plane *plane, struct node *node);
 /* A name was looked up and not found; `hash` is name_hash() of it. */
 uint64_t name_hash(struct kvfs_plane *plane, uint64_t parent, const char *name, size_t size);
-/* A slot of the table has a record now. Its use is that of the slot `before`; NULL: a new record, used now. */
-/* A block is in the table, as it was found there; before: it had another slot until now. Within a step. */
+/* A block is in the table, as it was found there. before: it had that slot until now, and keeps its use; NULL: it is new, and used now. Within a step. */
 void use_enter(struct kvfs_plane *plane, const struct kvfs_record *block, const struct kvfs_record *before);
 /* It has the name of another, and takes its place in the chain. */
 void use_replace(struct kvfs_plane *plane, const struct kvfs_record *other, const struct kvfs_record *block);
