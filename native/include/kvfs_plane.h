@@ -302,7 +302,7 @@ struct kvfs_evicted {
 void kvfs_blocks_evict(struct kvfs_plane *plane, uint32_t segment, const uint64_t *inodes, uint32_t count, uint8_t *gone,
                        struct kvfs_evicted *evicted);
 /* For each inode: tick of its last use << 8 | hits. Hits are opens for reading since the mount, and stop at 255; an inode's creation is its
- * first use, and no hit. What was there at the mount begins with the age that kvfs_uses_begin() gives it. 0 for missing inodes. */
+ * first use, and no hit. Blocks that were there at the mount begin with the age that kvfs_uses_begin() gives them. 0 for missing inodes. */
 int kvfs_inode_uses(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count, uint32_t *uses);
 /* All blocks were used so many ticks ago, by the segment in which they begin, and the clock is at 0: before anything is used. */
 void kvfs_uses_begin(struct kvfs_plane *plane, const uint32_t *ages, uint32_t segment_count);
