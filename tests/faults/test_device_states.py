@@ -295,14 +295,14 @@ def test_a_slow_device_is_reported_and_gets_no_new_segments_until_it_is_fast(fau
     try:
         time.sleep(3)
         wait_state(pool, "online", timeout_s=60)  # the double competes with other tests
-        sick("slow 150")
+        sick("slow 600")  # ten times what its peers need, also where other tests keep them waiting
         for reader in readers[1:]:
             reader.start()
-        wait_state(pool, "slow", timeout_s=60)
+        wait_state(pool, "slow", timeout_s=120)
         text = pool.command("status", str(pool.path)).stdout
         assert "is slow: p99 of reads" in text, text
         assert 'state="slow"} 1' in pool.command("stats", str(pool.path), "--prometheus").stdout
-        time.sleep(1)  # for I/O under way
+        time.sleep(2)  # for I/O under way
         before = status(pool)["devices"]
         for index in range(30):
             write_file(pool.mount / f"new-{index}", content(BLOCK, ("new", index)))

@@ -62,6 +62,7 @@ OWN_POOLS = {
 # The same of every test in them.
 OF_THE_DAEMON = {
     "test_counters.py",
+    "test_file_chains.py",
     "test_metrics.py",
     "test_rings.py",
     "test_store_batches.py",

@@ -25,7 +25,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 def demo(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
     done = run(DEMO, *words, environment=environment(tmp_path), timeout_s=TIMEOUT_S, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 0, f"{done.stderr}\nIt ended with {done.returncode} after\n{done.stdout}"
     return done
 
 

@@ -114,9 +114,9 @@ def test_a_file_that_is_read_often_keeps_its_group(pool):
     # A page's worth is learnt from the first blocks that go; nothing is carried over before.
     press_until_something_goes(pool, [pool.mount / "filler-000000.bin"])
 
-    def stays(pair):
+    def stays(pair, start):
         apart(pool, pair)
-        for index in range(500):
+        for index in range(start, start + 500):
             fill(pool, 1, start=index)
             try:
                 with opened(pair[1], os.O_RDONLY | os.O_DIRECT) as descriptor:
@@ -125,13 +125,15 @@ def test_a_file_that_is_read_often_keeps_its_group(pool):
                 return False
         return True
 
-    # A hot group goes too where there is no room for a copy at that moment: but then the whole group.
+    # A hot group goes too where there is no room for a copy at that moment: but then the whole group. Others have new
+    # names each time: blocks that were evicted and come back would teach the pool to keep their kind.
     for attempt in range(4):
         pair = [pool.mount / f"x{attempt}", pool.mount / f"x{attempt}.metadata"]
-        if stays(pair):
+        if stays(pair, 10_000 * (attempt + 1)):
             break
         wait_until(lambda pair=pair: left(pair) == [], "the whole group to go")
-    assert not (pool.mount / "filler-900000.bin").exists(), "nothing of their age was evicted"
+    # Those that share a segment with one of the pair may stay too: it is not the cheapest to give up.
+    assert not (pool.mount / "filler-900004.bin").exists(), "nothing of their age was evicted"
     assert left(pair) == [path.name for path in pair]
 
 
