@@ -125,13 +125,12 @@ def replay(
     """
     check(settings)
     with contextlib.ExitStack() as stack:
-        run, keep = _prepare(settings, trace, requests, stack)
+        run, records, _memory = _prepare(settings, trace, requests, stack)
         before = resource.getrusage(resource.RUSAGE_SELF)
         interrupted = _run(run, len(requests), progress)
         after = resource.getrusage(resource.RUSAGE_SELF)
-        del keep  # the arrays that `run` points into
         return Outcome(
-            [_record(run.records[index], request) for index, request in enumerate(requests)],
+            [_record(entry, request) for entry, request in zip(records, requests, strict=True)],
             _errors(run.load_errors),
             _errors(run.store_errors),
             after.ru_utime - before.ru_utime,
@@ -142,7 +141,9 @@ def replay(
 
 def _prepare(
     settings: Settings, trace: Sequence[Request], requests: Sequence[Request], stack: contextlib.ExitStack
-) -> tuple[ffi.CData, list[object]]:
+) -> tuple[ffi.CData, ffi.CData, list[object]]:
+    """What C is given, the records that it fills, and the arrays besides that it points into, to be kept until its
+    end."""
     numbers: dict[int, int] = {}
     for request in trace:
         for block in request.blocks:
@@ -179,7 +180,7 @@ def _prepare(
     else:
         run.directory = os.open(settings.target, os.O_RDONLY | os.O_DIRECTORY)
         stack.callback(os.close, run.directory)
-    return run, [listed, records, blocks, hashes, resident, *memory]
+    return run, records, [listed, blocks, hashes, resident, *memory]
 
 
 def _resident(target: Path, numbers: dict[int, int]) -> Iterator[int]:

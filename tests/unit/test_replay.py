@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import sys
 import xml.etree.ElementTree as ElementTree
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import run
 
 from kvfs import cli
 from kvfs.errors import KvfsError, UsageError
@@ -301,6 +304,21 @@ def test_the_command_prints_json_and_draws(tmp_path: Path, capsys: pytest.Captur
     ElementTree.parse(drawn)
     assert cli.main(words[:-2]) == 0
     assert capsys.readouterr().out.startswith("20 requests in ")
+
+
+def test_what_is_reported_is_read_before_its_memory_is_freed(tmp_path: Path) -> None:
+    """glibc overwrites what is freed: M_PERTURB of mallopt(3)."""
+    trace, target = written(tmp_path / "trace", invented(400)), tmp_path / "blocks"
+    words = ["replay", trace, "--target", target, "--block-size", "4K", "--full-speed", "--buffered", "-o", "json"]
+    environment = {**os.environ, "MALLOC_PERTURB_": "90"}
+    document = json.loads(run(sys.executable, "-m", "kvfs", *words, environment=environment).stdout)
+    assert document["requests"] == 400
+    counts = document["blocks"]
+    assert (
+        counts["found"] == counts["loaded"]
+        and counts["found"] + counts["stored"] + counts["present"] == counts["asked"]
+    )
+    assert counts["lost"] == counts["failed"] == counts["wrong"] == 0
 
 
 @pytest.mark.parametrize(

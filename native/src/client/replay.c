@@ -73,9 +73,10 @@ struct serving {
     struct kvfs_replay_record *record;
     unsigned char *load_memory, *store_memory; /* window blocks each; the second holds content */
     uint8_t *flags, *done;                     /* a block of the request each */
-    uint8_t *keys;
-    uint32_t *key_sizes, *chosen;
+    uint8_t *keys, *parent_keys;
+    uint32_t *key_sizes, *parent_sizes, *chosen, *parents; /* parents: of the chosen blocks; NONE: it is the request's first */
     struct kvfs_buffer *buffers;
+    struct kvfs_vector *vectors;
     int64_t *results;
 };
 
@@ -420,16 +421,27 @@ static void client_load(struct serving *serving, const uint32_t *blocks, uint32_
     }
 }
 
-static void client_store(struct serving *serving, const uint32_t *blocks, uint32_t count) {
+/* The chosen blocks, as kvfs's connectors store: if absent, and with parents. */
+static void client_store(struct serving *serving, uint32_t count) {
     struct kvfs_replay *replay = serving->run->replay;
-    struct kvfs_keys keys = keys_set(serving, blocks, count, serving->store_memory);
-    for (uint32_t i = 0; i < count; i++)
-        stamp(serving->store_memory + i * replay->block_size, replay->block_size, replay->hashes[blocks[i]]);
-    int result = kvfs_put(replay->client, &keys, serving->buffers, serving->results);
+    struct kvfs_keys keys = keys_set(serving, serving->chosen, count, serving->store_memory);
+    struct kvfs_keys parents = {.data = serving->parent_keys, .sizes = serving->parent_sizes, .count = count};
+    uint8_t *key = serving->parent_keys; /* of the next that has one: keys lie without gaps */
+    for (uint32_t i = 0; i < count; i++) {
+        stamp(serving->store_memory + i * replay->block_size, replay->block_size, replay->hashes[serving->chosen[i]]);
+        serving->vectors[i] = (struct kvfs_vector){.pieces = serving->buffers + i, .count = 1};
+        serving->parent_sizes[i] = serving->parents[i] == NONE ? 0 : KEY_SIZE;
+        if (serving->parents[i] != NONE)
+            key_of(replay->hashes[serving->parents[i]], key);
+        key += serving->parent_sizes[i];
+    }
+    const struct kvfs_put_options options = {.size = sizeof(options), .flags = KVFS_IF_ABSENT, .parents = &parents};
+    int result = kvfs_put_vectors(replay->client, &keys, serving->vectors, &options, serving->results);
     for (uint32_t i = 0; i < count; i++) {
         int64_t error = result < 0 ? result : serving->results[i];
-        add(error ? &serving->record->failed : &serving->record->stored);
-        if (error)
+        struct kvfs_replay_record *record = serving->record;
+        add(!error ? &record->stored : error == -EEXIST ? &record->present : &record->failed);
+        if (error && error != -EEXIST)
             count_error(replay->store_errors, (int)-error);
     }
 }
@@ -465,22 +477,23 @@ static void load(struct serving *serving, const uint32_t *blocks, uint32_t count
     }
 }
 
-/* The blocks that are missing as far as this process knows. Files of other processes are looked for once more, as engines do. */
-static void store(struct serving *serving, const uint32_t *blocks, const uint8_t *there, uint32_t count) {
+/* The blocks from `at` on that are missing as far as this process knows. Those that others stored meanwhile are not stored again, as engines do. */
+static void store(struct serving *serving, const uint32_t *blocks, uint32_t at, uint32_t count) {
     struct run *run = serving->run;
-    uint32_t at = 0;
     while (at < count) {
         uint32_t n = 0;
         for (; at < count && n < run->replay->window; at++) {
-            if (there[at])
+            if (serving->flags[at]) {
                 add(&serving->record->present);
-            else
-                serving->chosen[n++] = blocks[at];
+                continue;
+            }
+            serving->parents[n] = at ? blocks[at - 1] : NONE;
+            serving->chosen[n++] = blocks[at];
         }
         if (!n)
             break;
         if (run->replay->client)
-            client_store(serving, serving->chosen, n);
+            client_store(serving, n);
         else
             pool_run(&run->stores, serving, serving->chosen, n, serving->done);
     }
@@ -503,7 +516,7 @@ static void serve(struct serving *serving, const struct kvfs_replay_request *req
     after = now_ns();
     record->load_ns = after - before;
     before = after;
-    store(serving, blocks + record->loaded, serving->flags + record->loaded, request->count - record->loaded);
+    store(serving, blocks, record->loaded, request->count);
     after = now_ns();
     record->store_ns = after - before;
     record->end_ns = after - run->start_ns;
@@ -557,13 +570,18 @@ static int serving_create(struct serving *serving, struct run *run, uint32_t mos
         .flags = calloc(most, 1),
         .done = calloc(most, 1),
         .keys = calloc(most, KEY_SIZE),
+        .parent_keys = calloc(most, KEY_SIZE),
         .key_sizes = calloc(most, sizeof(uint32_t)),
+        .parent_sizes = calloc(most, sizeof(uint32_t)),
         .chosen = calloc(most, sizeof(uint32_t)),
+        .parents = calloc(most, sizeof(uint32_t)),
         .buffers = calloc(most, sizeof(struct kvfs_buffer)),
+        .vectors = calloc(most, sizeof(struct kvfs_vector)),
         .results = calloc(most, sizeof(int64_t)),
     };
-    if (!serving->load_memory || !serving->store_memory || !serving->flags || !serving->done || !serving->keys || !serving->key_sizes ||
-        !serving->chosen || !serving->buffers || !serving->results)
+    if (!serving->load_memory || !serving->store_memory || !serving->flags || !serving->done || !serving->keys || !serving->parent_keys ||
+        !serving->key_sizes || !serving->parent_sizes || !serving->chosen || !serving->parents || !serving->buffers || !serving->vectors ||
+        !serving->results)
         return -ENOMEM;
     memset(serving->load_memory, 0, size); /* faults are not the replay's */
     for (uint32_t i = 0; i < replay->window; i++)
@@ -580,9 +598,13 @@ static void serving_destroy(struct serving *serving) {
     free(serving->flags);
     free(serving->done);
     free(serving->keys);
+    free(serving->parent_keys);
     free(serving->key_sizes);
+    free(serving->parent_sizes);
     free(serving->chosen);
+    free(serving->parents);
     free(serving->buffers);
+    free(serving->vectors);
     free(serving->results);
 }
 
