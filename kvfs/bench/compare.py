@@ -10,6 +10,9 @@ makings first and pairs of each then, and each making's own median stands beside
 
 The build `old` is a commit, `new` this tree as it is. Of the old build only its command line and its libkvfs are used.
 The clients are this tree's; the native one loads the libkvfs of the build whose pool it works on.
+
+A replay is each build's own `kvfs replay`. Its pool is full from the start, and each run goes on in the trace where the
+one before it ended.
 """
 
 from __future__ import annotations
@@ -41,6 +44,8 @@ from kvfs.bench.common import (
     BenchError,
     Json,
     MissingError,
+    number_at,
+    parse_json,
     say,
 )
 from kvfs.bench.nvme import enclosure
@@ -48,6 +53,7 @@ from kvfs.bench.pairs import Pair, case_document, is_wide, making_orders, render
 from kvfs.bench.rig import Kvfs, Side, block_names, disk_files, zram
 from kvfs.bench.run import Parser, chosen
 from kvfs.bench.session import Bench, machine
+from kvfs.bench.traces import invent
 from kvfs.errors import KvfsError, UsageError
 
 JSON_VERSION = 1
@@ -56,6 +62,10 @@ BLOCK = 2 * MIB
 KEYS_A_CALL = 4_096
 SPACE = "compare/blocks"
 WARM_UP = 0.1  # of a run, before the first pair of a making
+# Of a replay: its blocks, requests of a run, and the trace that is invented for it where none is given.
+REPLAY_BLOCK = 64 * KIB
+REPLAY_REQUESTS = 550
+INVENTED = ("mixed", 1, 12_000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +86,12 @@ TOY = Size(device=64 * MIB, blocks=4, keys=1_000, share=0.02, settle_s=0.1)
 class Contender:
     """One build's daemon, with a pool of its own."""
 
-    def __init__(self, bench: Bench, build: Build, pool: Kvfs, side: Side, size: Size) -> None:
+    def __init__(self, bench: Bench, build: Build, pool: Kvfs, side: Side, size: Size, trace: Path) -> None:
         self.bench, self.build, self.pool, self.side, self.size = bench, build, pool, side, size
+        self.trace = trace
         self.written = 0  # blocks, through the mount
         self.put = 0  # and by native clients
+        self.replayed: dict[str, int] = {}  # requests, by case
 
     def client(self, *words: object) -> Json:
         return self.side.measured(lambda: self.bench.client(*words))
@@ -134,6 +146,27 @@ class Contender:
         words = ["--size", BLOCK, "--count", count, "--batch", min(64, count), "--first", self.put]
         self.put += count
         return self.native("put", "--space", "compare/put", *words)
+
+    def replay(self, name: str, count: int, *words: str) -> Json:
+        """The next `count` requests of the trace, as fast as they go."""
+        skip = self.replayed.get(name, 0)
+        self.replayed[name] = skip + count
+        words = ("--block-size", str(REPLAY_BLOCK), "--full-speed", *words, "-o", "json")
+        words = ("--target", str(self.side.root / name), "--skip", str(skip), "--requests", str(count), *words)
+        carried = number_at(self.pool.status(), "counters", "carried_blocks")
+        document = parse_json(self.pool.command("replay", self.trace, *words, timeout_s=600), "kvfs replay")
+        carried = number_at(self.pool.status(), "counters", "carried_blocks") - carried
+        return {
+            "seconds": number_at(document, "seconds"),
+            "operations": number_at(document, "requests"),
+            "cpu_s": document["cpu_s"],
+            "figures": {
+                "hits": number_at(document, "prefix_hit_ratio"),
+                "load p99 ms": number_at(document, "latency_ms", "load", "p99"),
+                "store p99 ms": number_at(document, "latency_ms", "store", "p99"),
+                "copies a store": carried / max(1.0, number_at(document, "blocks", "stored")),
+            },
+        }
 
     @functools.cached_property
     def evicts(self) -> bool:
@@ -197,6 +230,14 @@ def _put(side: Contender, index: int, share: float) -> Json:
     return side.put_blocks(_part(128, share))
 
 
+def _replay(name: str, *words: str) -> Run:
+    def run(side: Contender, index: int, share: float) -> Json:
+        assert side.evicts
+        return side.side.measured(lambda: side.replay(name, _part(REPLAY_REQUESTS, share), *words))
+
+    return run
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     kind: str  # of devices
@@ -216,6 +257,10 @@ CASES = {
     "exists": Case("files", f"key of an exists for {KEYS_A_CALL:,}", _exists),
     "store": Case("files", "write of 2 MiB and close, 4 threads, evicting", _store(96), settles=True),
     "put": Case("files", "2 MiB block of a put of 64, evicting", _put, settles=True),
+    "replay": Case("files", "request of a trace by files, evicting", _replay("replay"), settles=True),
+    "replay-native": Case(
+        "files", "request of a trace by libkvfs, evicting", _replay("replay-native", "--native"), settles=True
+    ),
     "zram-read-4k": Case("zram", "4 KiB O_DIRECT read, zram, inline", _read(4 * KIB, 10_000)),
     "zram-read-1m": Case("zram", "1 MiB O_DIRECT read, zram, inline", _read(MIB, 1_000)),
     "nvme-read-4k": Case("nvme", "4 KiB O_DIRECT read, NVMe/TCP", _read(4 * KIB, 4_000)),
@@ -231,8 +276,10 @@ KINDS = ("files", "zram", "nvme")
 class Comparison:
     """Both builds, and the results of their pairs so far."""
 
-    def __init__(self, bench: Bench, builds: Sequence[Build], cases: Sequence[str], size: Size, base: Path) -> None:
-        self.bench, self.cases, self.size, self.base = bench, cases, size, base
+    def __init__(
+        self, bench: Bench, builds: Sequence[Build], cases: Sequence[str], size: Size, base: Path, trace: Path
+    ) -> None:
+        self.bench, self.cases, self.size, self.base, self.trace = bench, cases, size, base, trace
         self.builds = {build.name: build for build in builds}
         self.pairs: dict[str, list[Pair]] = {name: [] for name in cases}
         self.calls: dict[str, Json] = {}
@@ -283,7 +330,7 @@ class Comparison:
             pool.format()
             mounted = pool.mount()
             side = Side(name, mounted.root, mounted.lower, mounted.pid)
-            sides[name] = Contender(self.bench, build, pool, side, self.size)
+            sides[name] = Contender(self.bench, build, pool, side, self.size, self.trace)
         return sides
 
     def _pairs(self, name: str, sides: Mapping[str, Contender], making: int, count: int, rounds: int) -> None:
@@ -300,7 +347,7 @@ class Comparison:
             if len(digests) > 1:
                 raise BenchError(f"{name}: the builds gave different bytes: {', '.join(digests)}")
             pairs.append(Pair(making, order[0], runs["old"], runs["new"]))
-        if len(pairs) == rounds and is_wide(pairs):
+        if len(pairs) == rounds and is_wide(pairs) and "figures" not in pairs[0].new:
             try:
                 self.calls[name] = {build: self._calls(case, side, share) for build, side in sides.items()}
             except (BenchError, MissingError) as error:
@@ -335,6 +382,17 @@ class Comparison:
         }
 
 
+def _invented(path: Path) -> Path:
+    """A trace for the replays, as a file."""
+    shape, seed, requests = INVENTED
+    trace = invent(shape, seed, requests)
+    with path.open("w") as file:
+        for blocks, time_s in zip(trace.prompts, trace.times_s, strict=True):
+            file.write(json.dumps({"timestamp": time_s * 1000, "input_length": 512 * len(blocks), "hash_ids": blocks}))
+            file.write("\n")
+    return path
+
+
 def _nqn(name: str) -> str:
     return f"nqn.2026-11.bench:{name}"
 
@@ -352,6 +410,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--cases", metavar="CASE,...", help=f"of {', '.join(CASES)} (default: all)")
     parser.add_argument("--rounds", type=int, metavar="N", default=20, help="pairs of each case (default 20)")
     parser.add_argument("--pools", type=int, metavar="N", default=10, help="makings of the pools (default 10)")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="of the replays (default: an invented one)")
     parser.add_argument("--quick", action="store_true", help="toy sizes: does everything still work?")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the JSON document there: every pair")
     parser.add_argument(
@@ -383,7 +442,8 @@ def _main(arguments: argparse.Namespace) -> int:
     bench = Bench(scale, client=binaries / "bench_client", passthrough_hp=binaries, quick=arguments.quick)
     base = Path(tempfile.mkdtemp(prefix="kvfs-compare-", dir=arguments.directory))
     try:
-        comparison = Comparison(bench, builds, cases, TOY if arguments.quick else REAL, base)
+        trace = arguments.trace or _invented(base / "trace.jsonl")
+        comparison = Comparison(bench, builds, cases, TOY if arguments.quick else REAL, base, trace)
         comparison.run(arguments.rounds, arguments.pools)
     finally:
         shutil.rmtree(base, ignore_errors=True)

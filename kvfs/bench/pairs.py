@@ -87,6 +87,25 @@ def _side(runs: Sequence[Json]) -> Json:
     }
 
 
+def figures_document(pairs: Sequence[Pair]) -> Json:
+    """Each figure that the runs have besides their time: its median on both sides, and the ratio of the pairs."""
+    names = cast(Json, pairs[0].new.get("figures", {}))
+    found: Json = {}
+    for name in names:
+        sides = {side: [number_at(getattr(pair, side), "figures", name) for pair in pairs] for side in ("old", "new")}
+        groups: dict[int, list[float]] = {}
+        for pair, old, new in zip(pairs, sides["old"], sides["new"], strict=True):
+            if old:
+                groups.setdefault(pair.pool, []).append(new / old)
+        ratio: Json | None = None
+        if groups:
+            low, high = interval(list(groups.values()))
+            values = [value for group in groups.values() for value in group]
+            ratio = {"median": statistics.median(values), "low": low, "high": high}
+        found[name] = {**{side: statistics.median(values) for side, values in sides.items()}, "ratio": ratio}
+    return found
+
+
 def case_document(name: str, what: str, pairs: Sequence[Pair], calls: Json | None) -> Json:
     """A case: ratio of new to old, each build's median time and CPU an operation, and every pair.
 
@@ -104,6 +123,7 @@ def case_document(name: str, what: str, pairs: Sequence[Pair], calls: Json | Non
         "old": _side([pair.old for pair in pairs]),
         "new": _side([pair.new for pair in pairs]),
         "calls": calls,
+        "figures": figures_document(pairs),
         "pairs": [pair.document() for pair in pairs],
     }
 
@@ -138,9 +158,22 @@ def render(document: Mapping[str, object]) -> str:
                 _calls_text(cast("Json | None", case["calls"])),
             ]
         )
-    notes = [f"skipped: {item['case']}: {item['reason']}" for item in cast(Sequence[Json], document["skipped"])]
+    notes = [
+        _figure_text(str(case["case"]), name, cast(Json, found))
+        for case in cast(Sequence[Json], document["cases"])
+        for name, found in cast(Json, case.get("figures", {})).items()
+    ]
+    notes += [f"skipped: {item['case']}: {item['reason']}" for item in cast(Sequence[Json], document["skipped"])]
     notes += [f"FAILED: {item['case']}: {item['error']}" for item in cast(Sequence[Json], document["failed"])]
     return "\n".join([*table(lines, left=len(head)), *notes])
+
+
+def _figure_text(case: str, name: str, found: Json) -> str:
+    text = f"{case}: {name}: {figure(number_at(found, 'old'))} > {figure(number_at(found, 'new'))}"
+    if found["ratio"] is None:
+        return text
+    median, low, high = (number_at(found, "ratio", key) for key in ("median", "low", "high"))
+    return f"{text}, ratio {median:.3f} ({low:.3f}-{high:.3f})"
 
 
 def _calls_text(calls: Json | None) -> str:

@@ -142,8 +142,7 @@ def replay(
 def _prepare(
     settings: Settings, trace: Sequence[Request], requests: Sequence[Request], stack: contextlib.ExitStack
 ) -> tuple[ffi.CData, ffi.CData, list[object]]:
-    """What C is given, the records that it fills, and the arrays besides that it points into, to be kept until its
-    end."""
+    """The run, the records that it fills, and the arrays besides that it points into. They are kept until its end."""
     numbers: dict[int, int] = {}
     for request in trace:
         for block in request.blocks:
