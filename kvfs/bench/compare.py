@@ -11,8 +11,8 @@ makings first and pairs of each then, and each making's own median stands beside
 The build `old` is a commit, `new` this tree as it is. Of the old build only its command line and its libkvfs are used.
 The clients are this tree's; the native one loads the libkvfs of the build whose pool it works on.
 
-A replay is each build's own `kvfs replay`. Its pool is full from the start, and each run goes on in the trace where the
-one before it ended.
+A replay is this tree's `kvfs replay`, also by libkvfs: a daemon speaks with newer clients. Its pool is full from the
+start, and each run goes on in the trace where the one before it ended.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from kvfs.bench.common import (
     MissingError,
     number_at,
     parse_json,
+    run_command,
     say,
 )
 from kvfs.bench.nvme import enclosure
@@ -154,7 +155,11 @@ class Contender:
         words = ("--block-size", str(REPLAY_BLOCK), "--full-speed", *words, "-o", "json")
         words = ("--target", str(self.side.root / name), "--skip", str(skip), "--requests", str(count), *words)
         carried = number_at(self.pool.status(), "counters", "carried_blocks")
-        document = parse_json(self.pool.command("replay", self.trace, *words, timeout_s=600), "kvfs replay")
+        program = (sys.executable, "-m", "kvfs", "replay", self.trace)
+        replayed = run_command(
+            *program, *words, timeout_s=600, environment={"PYTHONPATH": str(REPOSITORY), "PYTHONSAFEPATH": "1"}
+        )
+        document = parse_json(replayed.stdout, "kvfs replay")
         carried = number_at(self.pool.status(), "counters", "carried_blocks") - carried
         return {
             "seconds": number_at(document, "seconds"),

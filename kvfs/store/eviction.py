@@ -27,17 +27,17 @@ LEARN_TICKS = 16
 
 # A copy costs a page written besides the page kept. So it must be worth this many times the loss of eviction by the
 # page.
-_COPY_FACTOR = 1.2
+_COPY_FACTOR = 1.6
 # The price of a copy rises as the budget runs out, and has doubled at so many segments left.
 _BUDGET_LOW = 1.0
 # Weight of one segment in the running mean of eviction's loss by the page: the last 20 count.
 _SMOOTHING = 0.05
 # An orphan is worth something: its client may fill the hole before it, and the chain is whole again.
 _ORPHAN = 0.3
-# CARRY_SHARE: pages copied because they are worth it, of pages stored. The budget saves up so much of the pool at most,
-# and two segments at least. With more, a pool that was just filled for the first time copies for seconds while writers
-# wait for a free segment.
-CARRY_SHARE = 0.14
+# CARRY_SHARE: pages copied because they are worth it, of pages stored; the second while writers wait for free segments,
+# which each copy delays. The budget saves up so much of the pool at most, and two segments at least. With more, a pool
+# that was just filled for the first time copies for seconds while writers wait.
+CARRY_SHARE, CARRY_SHARE_BUSY = 0.14, 0.06
 _SAVED_SHARE = 1 / 64
 _SAVED_SEGMENTS = 2
 
@@ -58,9 +58,9 @@ class CopyBudget:
         self._most = max(pool_size * _SAVED_SHARE, _SAVED_SEGMENTS * segment_size)
         self._left, self._stored = 0.0, 0
 
-    def left(self, stored: int) -> int:
-        """stored: all writes but copies."""
-        self._left = min(self._most, self._left + (stored - self._stored) * CARRY_SHARE)
+    def left(self, stored: int, share: float = CARRY_SHARE) -> int:
+        """stored: all writes but copies. share: of those since the last call that may be copied besides."""
+        self._left = min(self._most, self._left + (stored - self._stored) * share)
         self._stored = stored
         return int(self._left)
 

@@ -20,7 +20,17 @@ from kvfs.names import Look, step
 from kvfs.plane import OpenState
 from kvfs.record import Inode, Kind
 from kvfs.store.blocks import Blocks
-from kvfs.store.eviction import LEARN_TICKS, SPARED, TICKS_PER_POOL, CopyBudget, EvictionPolicy, Lost, worth_copying
+from kvfs.store.eviction import (
+    CARRY_SHARE,
+    CARRY_SHARE_BUSY,
+    LEARN_TICKS,
+    SPARED,
+    TICKS_PER_POOL,
+    CopyBudget,
+    EvictionPolicy,
+    Lost,
+    worth_copying,
+)
 from kvfs.store.groups import Group, Groups
 from kvfs.store.sealing import Sealing
 from kvfs.store.segment import Segment, State, usage
@@ -343,7 +353,8 @@ class Evictor:
 
     def _budget_pages(self) -> int:
         """The pages that may still be carried over."""
-        return self._budget.left(self._segments.pages_written - self._pages_at_start - self.counters.carried_pages)
+        stored = self._segments.pages_written - self._pages_at_start - self.counters.carried_pages
+        return self._budget.left(stored, CARRY_SHARE if self._ahead == 1 else CARRY_SHARE_BUSY)
 
     def _budget_segments(self) -> float:
         return self._budget_pages() / self._segments.area

@@ -90,5 +90,5 @@ def test_a_commit_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str])
 def test_stores_come_after_reads_of_the_same_pool() -> None:
     """They evict what is read."""
     for kind in ("files", "zram", "nvme"):
-        stores = [name.endswith(("store", "put")) for name, case in CASES.items() if case.kind == kind]
+        stores = [case.settles for case in CASES.values() if case.kind == kind]
         assert stores == sorted(stores)
