@@ -17,6 +17,7 @@
 #define BLOCKS 12u
 #define BLOCK_SIZE 8192u
 #define KEYS 4096u
+#define STEP 1000000007u /* between hashes */
 
 struct kvfs_client {
     pthread_mutex_t lock;
@@ -62,20 +63,36 @@ int kvfs_get(struct kvfs_client *client, const struct kvfs_keys *keys, const str
     return (int)keys->count;
 }
 
-int kvfs_put(struct kvfs_client *client, const struct kvfs_keys *keys, const struct kvfs_buffer *buffers, int64_t *results) {
+/* Each block follows the one before it in the trace, or is the first of its request. */
+static void parents_check(const struct kvfs_keys *keys, const struct kvfs_keys *parents) {
+    CHECK(parents && parents->count == keys->count);
+    uint32_t known = 0; /* keys lie without gaps */
+    for (uint32_t i = 0; i < keys->count; i++) {
+        uint64_t block = hash_of(keys, i) / STEP;
+        if (!parents->sizes[i]) {
+            CHECK(block % 4 == 0);
+            continue;
+        }
+        const struct kvfs_keys one = {.data = (const unsigned char *)parents->data + known++ * 16u, .sizes = parents->sizes + i, .count = 1};
+        CHECK(hash_of(&one, 0) / STEP == (block + REQUESTS * 2 - 1) % (REQUESTS * 2));
+    }
+}
+
+int kvfs_put_vectors(struct kvfs_client *client, const struct kvfs_keys *keys, const struct kvfs_vector *vectors,
+                     const struct kvfs_put_options *options, int64_t *results) {
+    CHECK(options && options->size == sizeof(*options) && options->flags == KVFS_IF_ABSENT);
+    parents_check(keys, options->parents);
     pthread_mutex_lock(&client->lock);
     for (uint32_t i = 0; i < keys->count; i++) {
         uint64_t hash = hash_of(keys, i);
         uint32_t place = place_of(client, hash);
-        results[i] = client->failing && ++client->puts % client->failing == 0 ? -ENOSPC : 0;
+        results[i] = client->failing && ++client->puts % client->failing == 0 ? -ENOSPC : place < client->count ? -EEXIST : 0;
         if (results[i])
             continue;
-        if (place == client->count) {
-            CHECK(client->count < KEYS);
-            client->hashes[client->count] = hash;
-            client->data[client->count++] = malloc(BLOCK_SIZE);
-        }
-        memcpy(client->data[place], buffers[i].data, BLOCK_SIZE);
+        CHECK(client->count < KEYS && vectors[i].count == 1 && vectors[i].pieces->size == BLOCK_SIZE);
+        client->hashes[place] = hash;
+        client->data[client->count++] = malloc(BLOCK_SIZE);
+        memcpy(client->data[place], vectors[i].pieces->data, BLOCK_SIZE);
     }
     pthread_mutex_unlock(&client->lock);
     return (int)keys->count;
@@ -89,7 +106,7 @@ static uint64_t hashes[REQUESTS * 2];
 /* Request n has the blocks 2m .. 2m + BLOCKS, m = n or a little less: neighbours share most of theirs. */
 static void trace_make(void) {
     for (uint32_t i = 0; i < REQUESTS * 2; i++)
-        hashes[i] = 1000000007ull * i;
+        hashes[i] = (uint64_t)STEP * i;
     for (uint32_t i = 0; i < REQUESTS; i++) {
         requests[i] = (struct kvfs_replay_request){.first = i * BLOCKS, .count = BLOCKS};
         for (uint32_t k = 0; k < BLOCKS; k++)
