@@ -15,7 +15,7 @@ from store_pools import OPTIONS, make, make_pool, names, rename, settle, unlink,
 
 from kvfs.errors import DeviceError, NoSpaceError
 from kvfs.record import Kind
-from kvfs.store.eviction import CARRY_SHARE, TICKS_PER_POOL, LeastLoss, Lost, worth_copying
+from kvfs.store.eviction import CARRY_SHARE, CARRY_SHARE_BUSY, TICKS_PER_POOL, LeastLoss, Lost, worth_copying
 from kvfs.store.fsck import fsck
 from kvfs.store.learning import Learner
 from kvfs.store.segment import State
@@ -272,6 +272,23 @@ def test_what_is_used_stays_and_copies_keep_to_their_budget(tmp_path: Path) -> N
         assert counters.carried_pages <= CARRY_SHARE * (written - counters.carried_pages)
         assert 3 * TICKS_PER_POOL < store.segments.tick < 6 * TICKS_PER_POOL
         await verify_all(store)
+
+    with_store(pool, work)
+
+
+def test_fewer_copies_may_be_made_while_writers_wait_for_segments(tmp_path: Path) -> None:
+    pool = make_pool(tmp_path / "pool", files=1, size=96 << 20)
+
+    async def work(store: Store) -> None:
+        evictor = store.evictor
+        found = []
+        for waits in (0, 1):  # of writers, since the look before
+            store.segments.waits += waits
+            evictor._look_ahead(trio.current_time())
+            before = evictor._budget_pages()
+            evictor._pages_at_start -= 1000  # as if so many had been written
+            found.append(evictor._budget_pages() - before)
+        assert found == [round(CARRY_SHARE * 1000), round(CARRY_SHARE_BUSY * 1000)] and found[1] < found[0] // 2
 
     with_store(pool, work)
 
