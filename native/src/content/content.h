@@ -148,7 +148,7 @@ struct caller {
 };
 struct process {
     atomic_ullong key, last; /* last: the inode that it used or made last */
-    atomic_ullong made_ms;   /* when it made that; 0: it found it */
+    atomic_ullong made_ms;   /* when it was last at making that; 0: it found it */
     atomic_uint did;         /* PROCESS_ */
 };
 struct thread {
@@ -167,6 +167,8 @@ void process_opens(struct kvfs_plane *plane, struct caller caller, const struct 
 void process_looks(struct kvfs_plane *plane, struct caller caller, const struct kvfs_record *block);
 /* A file was made. It comes behind what the process found last, or made a moment ago. */
 void process_makes(struct kvfs_plane *plane, struct caller caller, uint64_t inode);
+/* It has closed what it wrote, or renamed it: until now it was at it. */
+void process_made(struct kvfs_plane *plane, struct caller caller);
 
 /* ---- shares.c: what each user holds ---- */
 

@@ -11,7 +11,7 @@
 
 /* A thread's number may be another process's after a while. */
 #define THREAD_KNOWN_S 10u
-/* Files that are made one after another are of one prefix; those that come later than this may be of another. */
+/* Files that are stored one after another are of one prefix; one that is begun so long after the last may be of another. */
 #define BURST_MS 100u
 
 static uint64_t milliseconds_now(void) {
@@ -119,4 +119,10 @@ void process_makes(struct kvfs_plane *plane, struct caller caller, uint64_t inod
         inode_follow(plane, inode, before);
         kvfs_names_end(plane->names);
     }
+}
+
+void process_made(struct kvfs_plane *plane, struct caller caller) {
+    struct process *process = process_of(plane, caller, thread_of(plane, caller));
+    if (atomic_load_explicit(&process->made_ms, memory_order_relaxed))
+        atomic_store_explicit(&process->made_ms, milliseconds_now(), memory_order_relaxed);
 }

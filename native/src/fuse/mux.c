@@ -645,6 +645,8 @@ static int reply_make(struct kvfs_plane *plane, struct pending *p, uint8_t **bod
     int r = error ? error : reply_patch(plane, p, body, length);
     if (r == 0 && p->opcode == FUSE_CREATE && *length >= sizeof(uint64_t))
         process_makes(plane, caller_of(p->transport, p->pid), ((struct fuse_entry_out *)(void *)*body)->nodeid);
+    else if (r == 0 && (p->opcode == FUSE_FLUSH || p->opcode == FUSE_RENAME || p->opcode == FUSE_RENAME2))
+        process_made(plane, caller_of(p->transport, p->pid));
     if (error == 0 && p->transport->guest)
         guest_changed(plane, p, p->opcode == FUSE_CREATE && *length >= 8 ? ((struct fuse_entry_out *)(void *)*body)->nodeid : p->node);
     return r;
