@@ -139,6 +139,12 @@ class NotPermittedError(KvfsError):
     errno = errno.EPERM
 
 
+class AccessError(KvfsError):
+    """A directory's mode keeps a user out. The kernel checks paths itself; this is for those that it does not see."""
+
+    errno = errno.EACCES
+
+
 class BusyError(KvfsError):
     errno = errno.EBUSY
 

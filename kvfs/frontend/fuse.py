@@ -22,6 +22,7 @@ from pyfuse3 import EntryAttributes, FileInfo, FUSEError, ReaddirToken, RequestC
 
 from kvfs.errors import AttributesFullError, KvfsError, NoAttributeError, NotPermittedError, StaleInodeError
 from kvfs.namespace.files import Changes, Namespace
+from kvfs.namespace.hints import Caller
 from kvfs.podmap import is_foreign
 from kvfs.record import Inode, Kind
 from kvfs.types import NAME_MAX, PAGE_SIZE, InodeNumber
@@ -158,7 +159,7 @@ class Operations(pyfuse3.Operations):
 
     @_answers
     async def setxattr(self, inode: int, name: bytes, value: bytes, ctx: RequestContext) -> None:
-        await self._namespace.setxattr(InodeNumber(inode), name, value, ctx.uid)
+        await self._namespace.setxattr(InodeNumber(inode), name, value, Caller(ctx.uid, ctx.gid))
 
     @_answers
     async def getxattr(self, inode: int, name: bytes, ctx: RequestContext) -> bytes:
@@ -167,7 +168,7 @@ class Operations(pyfuse3.Operations):
             if found is None:
                 raise NoAttributeError(f"inode {inode:#x}: no extended attribute {name!r}")
             return found
-        return self._namespace.getxattr(InodeNumber(inode), name)
+        return self._namespace.getxattr(InodeNumber(inode), name, Caller(ctx.uid, ctx.gid))
 
     @_answers
     async def listxattr(self, inode: int, ctx: RequestContext) -> list[bytes]:

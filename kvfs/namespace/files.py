@@ -46,7 +46,7 @@ from kvfs.namespace.attributes import (
     SYMLINK_KEY,
 )
 from kvfs.namespace.foreign import ForeignNames
-from kvfs.namespace.hints import Hints
+from kvfs.namespace.hints import ROOT_CALLER, Caller, Hints
 from kvfs.podmap import is_foreign
 from kvfs.record import (
     GROUP_ATTRIBUTE,
@@ -740,18 +740,18 @@ class Namespace:
 
     # ---- extended attributes ----
 
-    async def setxattr(self, number: InodeNumber, name: bytes, value: bytes, user: int = 0) -> None:
-        """`user`: whom a pin is charged to."""
+    async def setxattr(self, number: InodeNumber, name: bytes, value: bytes, caller: Caller = ROOT_CALLER) -> None:
+        """A pin is charged to the caller."""
         if name in (PIN_ATTRIBUTE, *HINTS) and is_foreign(number):
             raise NotSupportedError(
                 f"inode {number:#x}: another node's block; {name.decode()} is set where it was stored"
             )
         await self._take_over(number)
         if name == PIN_ATTRIBUTE:
-            await self.set_pinned(number, value not in (b"", b"0"), user)
+            await self.set_pinned(number, value not in (b"", b"0"), caller.uid)
             return
         if name in HINTS:
-            self._hints.give(self.get(number), name, value, user)
+            self._hints.give(self.get(number), name, value, caller)
             return
         if name == GROUP_ATTRIBUTE and not 1 <= len(value) <= GROUP_NAME_MAX:
             raise InvalidArgumentError(
@@ -786,14 +786,14 @@ class Namespace:
             raise InvalidArgumentError(f"inode {number}: {value!r} bytes to preallocate")
         await self._allocate(number, int(value), slab=name == SLAB_REQUEST)
 
-    def getxattr(self, number: InodeNumber, name: bytes) -> bytes:
+    def getxattr(self, number: InodeNumber, name: bytes, caller: Caller = ROOT_CALLER) -> bytes:
         inode = self.get(number)
         if name == PIN_ATTRIBUTE and InodeFlags.PINNED in inode.flags:
             return b"1"
         if name == SLAB_ATTRIBUTE and InodeFlags.SLAB in inode.flags:
             return b"1"
         if name == PARENT_ATTRIBUTE:
-            value = self._hints.parent_of(inode)
+            value = self._hints.parent_of(inode, caller)
         else:
             value = None if name == SYMLINK_KEY else inode.xattrs.get(name)
         if value is None:

@@ -28,7 +28,8 @@ void kvfs_chains_destroy(struct kvfs_chains *chains);
 void kvfs_chains_clear(struct kvfs_chains *chains, uint32_t slot);
 /* The slot's block has this key, not 0. 1: the key had a ghost, whose use is in *use; those behind that follow the block. 0: it had none. */
 int kvfs_chains_enter(struct kvfs_chains *chains, uint32_t slot, uint64_t key, uint32_t *use);
-/* The block in `slot` comes behind the one in `parent`; UINT32_MAX: behind none. It is no orphan any more. */
+/* The block in `slot` comes behind the one in `parent`; UINT32_MAX: behind none. It is no orphan any more. Behind one block 65,536 are known at most:
+ * of those that come later the parent is not. */
 void kvfs_chains_follow(struct kvfs_chains *chains, uint32_t slot, uint32_t parent);
 /* The same block has another slot now. */
 void kvfs_chains_move(struct kvfs_chains *chains, uint32_t from, uint32_t to);

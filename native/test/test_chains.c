@@ -172,6 +172,32 @@ static void circles_end(void) {
     kvfs_chains_destroy(chains);
 }
 
+/* As many as fit, then one for each that has left, from wherever among them. So what a parent's eviction takes is bounded. */
+static void children_are_bounded(void) {
+    enum { MOST = 65536, MORE = 100 };
+    struct kvfs_chains_statistics said;
+    uint64_t seed = 5;
+    uint32_t use;
+    CHECK(kvfs_chains_create(MOST + MORE + 1, 4, &chains) == 0);
+    for (uint32_t slot = 1; slot <= MOST + MORE; slot++)
+        kvfs_chains_follow(chains, slot, 0);
+    for (uint32_t round = 0; round < 2 * MORE; round++) {
+        kvfs_chains_statistics(chains, &said);
+        CHECK(said.parents == MOST);
+        uint32_t slot = round == 0 ? 1 : round == 1 ? MOST : 1 + (uint32_t)random_below(&seed, MOST), late = MOST + 1 + round % MORE;
+        bool known = kvfs_chains_parent(chains, slot) == 0, late_known = kvfs_chains_parent(chains, late) == 0;
+        kvfs_chains_follow(chains, slot, UINT32_MAX);
+        kvfs_chains_follow(chains, late, 0);
+        CHECK(kvfs_chains_parent(chains, late) == (known || late_known ? 0 : UINT32_MAX));
+        kvfs_chains_follow(chains, slot, 0);
+        if (round == MORE) { /* the parent goes, and comes back: still as many */
+            kvfs_chains_leave(chains, 0, 9, 1, 1);
+            CHECK(kvfs_chains_parent(chains, late) == UINT32_MAX && kvfs_chains_enter(chains, 0, 9, &use) == 1);
+        }
+    }
+    kvfs_chains_destroy(chains);
+}
+
 static void what_cannot_be_is_refused(void) {
     CHECK(kvfs_chains_create(0, 5, &chains) < 0);
     CHECK(kvfs_chains_create(UINT32_MAX, 0, &chains) < 0);
@@ -182,6 +208,7 @@ static void what_cannot_be_is_refused(void) {
 int main(void) {
     RUN(chains_are_as_a_model_has_them);
     RUN(circles_end);
+    RUN(children_are_bounded);
     RUN(what_cannot_be_is_refused);
     return 0;
 }

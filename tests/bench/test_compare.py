@@ -44,7 +44,7 @@ def head() -> Iterator[str]:
 @pytest.mark.timeout(TIMEOUT_S + 30)
 def test_a_commit_is_held_against_this_tree_in_pairs(head: str, tmp_path: pathlib.Path) -> None:
     output = tmp_path / "compare.json"
-    cases = ["read-4k", "get", "store"]
+    cases = ["read-4k", "get", "store", "replay-native"]
     words = [head, "--quick", "--rounds", "2", "--cases", ",".join(cases), "-o", output, "--directory", tmp_path]
     command = [REPOSITORY / "tools/compare", *words]
     process = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
@@ -60,9 +60,13 @@ def test_a_commit_is_held_against_this_tree_in_pairs(head: str, tmp_path: pathli
         assert [pair["pool"] for pair in case["pairs"]] == [0, 1]  # each pair on pools of its own
         assert case["ratio"]["low"] <= case["ratio"]["median"] <= case["ratio"]["high"]
         assert case["old"]["us"] > 0 and case["new"]["us"] > 0
-        assert (case["calls"] is not None) == case["wide"]
+        assert (case["calls"] is not None) == (case["wide"] and not case["figures"])
+    replay = document["cases"][-1]
+    assert list(replay["figures"]) == ["hits", "load p99 ms", "store p99 ms", "copies a store"]
+    for said in replay["figures"].values():
+        assert said["old"] >= 0 and said["new"] >= 0
     first = process.stdout.splitlines()
-    assert first[0].startswith(f"old {head[:12]}, new {head[:12]}") and len(first) == 2 + len(cases)
+    assert first[0].startswith(f"old {head[:12]}, new {head[:12]}") and len(first) == 2 + len(cases) + 4
     assert [path.name for path in tmp_path.iterdir()] == ["compare.json"]
     assert str(tmp_path) not in pathlib.Path("/proc/self/mountinfo").read_text()
 

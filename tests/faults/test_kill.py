@@ -66,6 +66,8 @@ def _load_and_kill(
             )
         )
     pid = pool.pid()
+    if step is not None:  # the writers' processes may take a while to begin
+        helpers.wait_until(lambda: pool.status()["counters"]["sealed_blocks"] >= 2 * WRITERS, "the first blocks")
     time.sleep(chooser.uniform(0.05, 0.8))  # the moment is the point of the test
     killed_at = time.monotonic()
     if step is None:

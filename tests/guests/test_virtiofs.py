@@ -5,6 +5,7 @@ Two guests share one pool with the host's mount for most of it. `small` has the 
 """
 
 import contextlib
+import errno
 import json
 import os
 import pathlib
@@ -239,6 +240,25 @@ def test_a_sealed_block_is_read_without_a_copy(pool, guests, sides):
     after = pool.exported("large")
     assert after["bytes_read"] - before["bytes_read"] == 8 * MIB
     assert after["zero_copy_bytes"] - before["zero_copy_bytes"] == 8 * MIB
+
+
+@pytest.mark.slow
+def test_chains_are_guessed_of_each_guest_s_processes(guests, sides):
+    """Both store at once, perhaps by threads of the same number. An emulated CPU may pause for longer than a chain."""
+    count, known = 12, 0
+    running = [guest.start(visitor("store", sides[tag], tag, count, 300_000)) for tag, guest in guests.items()]
+    for started in running:
+        started.wait()
+    for tag in guests:
+        for index in range(1, count):
+            try:
+                parent = os.getxattr(sides["host"] / f"{tag}-{index}", "user.kvfs.parent").decode()
+            except OSError as error:
+                assert error.errno == errno.ENODATA, error
+                continue
+            assert parent == f"{tag}-{index - 1}"
+            known += 1
+    assert known >= count, f"{known} of {2 * (count - 1)} parents are known"
 
 
 # --- several at once -------------------------------------------------------------------------------------------

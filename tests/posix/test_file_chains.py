@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from helpers import in_child, raises_errno, requires_root, write_file
 
 PARENT, KEEP = "user.kvfs.parent", "user.kvfs.keep"
 BLOCK = 128 << 10
@@ -130,6 +131,41 @@ def test_a_parent_can_be_said(mounted):
     assert caught.value.errno == errno.EINVAL
     os.unlink(mounted.mount / "e" / "three")
     assert parent_of(directory / "two") is None
+
+
+@pytest.mark.timeout(120)
+def test_a_parent_s_name_is_for_those_who_may_see_its_directory(mounted):
+    requires_root()
+    user, secret, shared = 20_001, mounted.mount / "secret", mounted.mount / "shared"
+    secret.mkdir(mode=0o700)
+    shared.mkdir()
+    shared.chmod(0o777)
+    write_file(secret / "one", b"one")
+    write_file(shared / "two", b"two")
+    in_child(lambda: write_file(shared / "mine", b"mine"), user=user)
+    os.setxattr(shared / "mine", PARENT, b"/secret/one")
+    assert parent_of(shared / "mine") == "/secret/one"
+    assert in_child(lambda: parent_of(shared / "mine"), user=user) is None
+
+    def ask_for_names():
+        for name in (b"/secret/one", b"/secret/nothing"):
+            with raises_errno(errno.EACCES):
+                os.setxattr(shared / "mine", PARENT, name)
+        with raises_errno(errno.ENOENT):
+            os.setxattr(shared / "mine", PARENT, b"/shared/nothing")
+        os.setxattr(shared / "mine", PARENT, b"/shared/two")
+        return parent_of(shared / "mine")
+
+    assert in_child(ask_for_names, user=user) == "two"
+    shared.chmod(0o711)  # by name, and not listed
+    assert in_child(lambda: parent_of(shared / "mine"), user=user) is None
+    # Behind a directory that may not be searched, in one that may be listed.
+    (secret / "open").mkdir()
+    write_file(secret / "open" / "three", b"three")
+    os.setxattr(shared / "mine", PARENT, b"/secret/open/three")
+    assert in_child(lambda: parent_of(shared / "mine"), user=user) is None
+    secret.chmod(0o711)
+    assert in_child(lambda: parent_of(shared / "mine"), user=user) == "/secret/open/three"
 
 
 @pytest.mark.timeout(240)

@@ -11,8 +11,10 @@
 
 /* Of one block that goes, so many behind it are marked at most: it is done within a step. */
 #define MARKS_MAX 65536u
+/* All children are told when their parent goes or comes back, within a step too. */
+#define CHILDREN_MAX 65536u
 
-/* Numbers of nodes; 0: none. */
+/* Numbers of nodes; 0: none. A parent's first child has in `previous` how many children there are. */
 struct link {
     uint32_t parent, first, next, previous;
 };
@@ -85,16 +87,24 @@ static void parent_set(struct link *link, uint32_t parent) { __atomic_store_n(&l
 
 static bool is_slot(const struct kvfs_chains *chains, uint32_t node) { return node <= chains->slots; }
 
+static bool is_first(const struct kvfs_chains *chains, uint32_t node) {
+    return chains->links[node].parent && chains->links[chains->links[node].parent].first == node;
+}
+
 static void leave_parent(struct kvfs_chains *chains, uint32_t node) {
     struct link *links = chains->links, *link = &links[node];
     if (!link->parent)
         return;
-    if (link->previous)
-        links[link->previous].next = link->next;
-    else
+    if (is_first(chains, node)) {
         links[link->parent].first = link->next;
-    if (link->next)
-        links[link->next].previous = link->previous;
+        if (link->next)
+            links[link->next].previous = link->previous - 1;
+    } else {
+        links[links[link->parent].first].previous--;
+        links[link->previous].next = link->next;
+        if (link->next)
+            links[link->next].previous = link->previous;
+    }
     parent_set(link, 0);
     link->next = link->previous = 0;
     chains->counted.parents -= is_slot(chains, node);
@@ -102,11 +112,14 @@ static void leave_parent(struct kvfs_chains *chains, uint32_t node) {
 
 static void join_parent(struct kvfs_chains *chains, uint32_t node, uint32_t parent) {
     struct link *links = chains->links, *link = &links[node];
+    uint32_t first = links[parent].first, children = first ? links[first].previous : 0;
+    if (children == CHILDREN_MAX)
+        return;
     parent_set(link, parent);
-    link->previous = 0;
-    link->next = links[parent].first;
-    if (link->next)
-        links[link->next].previous = node;
+    link->previous = children + 1;
+    link->next = first;
+    if (first)
+        links[first].previous = node;
     links[parent].first = node;
     chains->counted.parents += is_slot(chains, node);
 }
@@ -114,6 +127,7 @@ static void join_parent(struct kvfs_chains *chains, uint32_t node, uint32_t pare
 /* All that hangs on one node hangs on another from now on, which is new. */
 static void replace(struct kvfs_chains *chains, uint32_t node, uint32_t by) {
     struct link *links = chains->links;
+    bool first = is_first(chains, node);
     links[by].first = links[node].first;
     links[by].next = links[node].next;
     links[by].previous = links[node].previous;
@@ -121,10 +135,10 @@ static void replace(struct kvfs_chains *chains, uint32_t node, uint32_t by) {
     parent_set(&links[node], 0);
     links[node].first = links[node].next = links[node].previous = 0;
     if (links[by].parent) {
-        if (links[by].previous)
-            links[links[by].previous].next = by;
-        else
+        if (first)
             links[links[by].parent].first = by;
+        else
+            links[links[by].previous].next = by;
         if (links[by].next)
             links[links[by].next].previous = by;
         chains->counted.parents += is_slot(chains, by);
