@@ -6,6 +6,7 @@ from typing import cast
 
 from kvfs._native import ffi, lib
 from kvfs.errors import FormatError
+from kvfs.lent import lent
 
 
 def check_records(records: bytes, *, epoch_max: int, segment_count: int, end_page: int, origin: str) -> int:
@@ -20,6 +21,6 @@ def check_records(records: bytes, *, epoch_max: int, segment_count: int, end_pag
     return cast(int, count)
 
 
-def checksum(data: bytes | bytearray | memoryview, secret: int) -> int:
+def checksum(data: bytes | bytearray, secret: int) -> int:
     """xxh3-64 seeded with the pool's secret: the checksum of all structures on devices."""
-    return cast(int, lib.kvfs_checksum(ffi.from_buffer(data), len(data), secret))
+    return cast(int, lib.kvfs_checksum(lent(data), len(data), secret))

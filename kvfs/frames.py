@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol, cast
 
 from kvfs._native import ffi, lib
 from kvfs.errors import KvfsError
+from kvfs.lent import Part, lent
 
 SHARDS = 256
 NOWHERE = 0xFFFFFFFF
@@ -105,7 +106,7 @@ class Frames:
     def check(
         self,
         kind: int,
-        items: memoryview,
+        items: Part,
         count: int,
         *,
         flags: int = 0,
@@ -115,11 +116,9 @@ class Frames:
         """The numbers of the items' directories that are not known. directories: how many the frame's table has.
         FrameError: the items are not what the protocol has."""
         shards = (known or self._none).items
-        found = lib.kvfs_frame_check(
-            kind, flags, ffi.from_buffer(items), len(items), count, directories, shards, self._missing
-        )
+        found = lib.kvfs_frame_check(kind, flags, items.data, items.size, count, directories, shards, self._missing)
         if found < 0:
-            raise FrameError(f"{count} items in {len(items)} bytes break a rule of frames of type {kind}")
+            raise FrameError(f"{count} items in {items.size} bytes break a rule of frames of type {kind}")
         return list(self._missing[0:found])
 
     def join(self) -> HolderPages:
@@ -140,17 +139,15 @@ class Frames:
         lib.kvfs_reservation_statistics_get(self._plane, self._totals)
         return Totals(*(int(getattr(self._totals, name)) for name in Totals._fields))
 
-    def reserve(
-        self, holder: HolderPages, items: memoryview, count: int, shards: Shards, uid: int, flags: int
-    ) -> Reserve:
+    def reserve(self, holder: HolderPages, items: Part, count: int, shards: Shards, uid: int, flags: int) -> Reserve:
         """Items that were checked with these flags."""
         return Reserve(self._plane, holder, items, count, shards, uid, flags)
 
-    def commit(self, holder: HolderPages, items: memoryview, count: int) -> Commit:
+    def commit(self, holder: HolderPages, items: Part, count: int) -> Commit:
         """Items that were checked."""
         return Commit(self._plane, holder, items, count)
 
-    def delete(self, items: memoryview, count: int, shards: Shards, flags: int) -> Delete:
+    def delete(self, items: Part, count: int, shards: Shards, flags: int) -> Delete:
         """Items that were checked with these flags."""
         return Delete(self._plane, items, count, shards, flags)
 
@@ -163,15 +160,13 @@ class Frames:
             raise _no_memory("a lease")
         return cast(LeasedBlocks, lease)
 
-    def lease_add(self, lease: LeasedBlocks, inodes: memoryview, room: Room) -> bytes:
+    def lease_add(self, lease: LeasedBlocks, inodes: Part, room: Room) -> bytes:
         """Let it keep these inodes (uint64_t), as far as there is room. Returns a byte for each: 1: it is kept."""
-        count = len(inodes) // 8
+        count = inodes.size // 8
         held = bytearray(count)
-        asked, out = ffi.from_buffer("uint64_t[]", inodes), ffi.from_buffer("uint8_t[]", held)
-        if (
-            lib.kvfs_lease_add(self._plane, lease, asked, count, ffi.new("struct kvfs_lease_room *", (*room, 0)), out)
-            < 0
-        ):
+        asked, out = ffi.cast("const uint64_t *", inodes.data), lent(held, "uint8_t[]")
+        told = ffi.new("struct kvfs_lease_room *", (*room, 0))
+        if lib.kvfs_lease_add(self._plane, lease, asked, count, told, out) < 0:
             raise _no_memory("a lease")
         return bytes(held)
 
@@ -207,10 +202,10 @@ class Reserve:
     """RESERVE, on its way. `told` is struct kvfs_reserve."""
 
     def __init__(
-        self, plane: object, holder: HolderPages, items: memoryview, count: int, shards: Shards, uid: int, flags: int
+        self, plane: object, holder: HolderPages, items: Part, count: int, shards: Shards, uid: int, flags: int
     ) -> None:
-        self._plane, self._items = plane, ffi.from_buffer(items)  # alive as long as the frame
-        self.told = lib.kvfs_reserve_begin(holder, flags, self._items, count, shards.items, uid)
+        self._plane, self._items = plane, items  # alive as long as the frame
+        self.told = lib.kvfs_reserve_begin(holder, flags, items.data, count, shards.items, uid)
         if self.told == ffi.NULL:
             raise _no_memory("a RESERVE")
 
@@ -243,9 +238,9 @@ class Reserve:
 class Commit:
     """COMMIT, on its way. `told` is struct kvfs_commit."""
 
-    def __init__(self, plane: object, holder: HolderPages, items: memoryview, count: int) -> None:
-        self._plane, self._items, self._count = plane, ffi.from_buffer(items), count
-        self.told = lib.kvfs_commit_begin(holder, self._items, count)
+    def __init__(self, plane: object, holder: HolderPages, items: Part, count: int) -> None:
+        self._plane, self._items, self._count = plane, items, count
+        self.told = lib.kvfs_commit_begin(holder, items.data, count)
         if self.told == ffi.NULL:
             raise _no_memory("a COMMIT")
 
@@ -283,8 +278,8 @@ class Commit:
 class Delete:
     """DELETE, on its way. `told` is struct kvfs_removal."""
 
-    def __init__(self, plane: object, items: memoryview, count: int, shards: Shards, flags: int) -> None:
-        self._plane, self._items, self._count, self._shards = plane, ffi.from_buffer(items), count, shards
+    def __init__(self, plane: object, items: Part, count: int, shards: Shards, flags: int) -> None:
+        self._plane, self._items, self._count, self._shards = plane, items, count, shards
         self._flags = flags
         self.told = ffi.new("struct kvfs_removal *")
         self._deleted = ffi.new("uint8_t[]", count + 1)
@@ -292,7 +287,7 @@ class Delete:
     def go(self) -> Next:
         return Next(
             lib.kvfs_remove_names(
-                self._plane, self.told, self._flags, self._items, self._count, self._shards.items, self._deleted
+                self._plane, self.told, self._flags, self._items.data, self._count, self._shards.items, self._deleted
             )
         )
 

@@ -14,6 +14,7 @@ from typing import NamedTuple, cast
 
 from kvfs._native import ffi, lib
 from kvfs.errors import KvfsError
+from kvfs.lent import Part
 from kvfs.types import NAME_MAX, InodeNumber
 
 BATCH_SIZE_MAX: int = lib.KVFS_POD_BATCH_SIZE_MAX
@@ -223,9 +224,9 @@ class PodMap:
                 keys.append(key)
         return owners
 
-    def note(self, what: int, blocks: memoryview) -> None:
+    def note(self, what: int, blocks: Part) -> None:
         """Take news of a native client about blocks of other nodes: struct wire_foreign_block each."""
-        lib.kvfs_foreign_note(self._plane, what, ffi.from_buffer(blocks), len(blocks) // FOREIGN_BLOCK_SIZE)
+        lib.kvfs_foreign_note(self._plane, what, blocks.data, blocks.size // FOREIGN_BLOCK_SIZE)
 
     def life(self, segment: int, generation: int, *, ended: bool) -> bool:
         """A segment of another node has this life, or it has ended. False: later news are known, or the sweep lags."""

@@ -10,6 +10,7 @@ from typing import Any
 from kvfs._native import ffi, lib
 from kvfs.chains import ChainStatistics
 from kvfs.errors import KvfsError
+from kvfs.lent import lent
 from kvfs.types import InodeNumber
 from kvfs.worth import TICK_MASK, Ages, Weights, Worths, price_of
 
@@ -43,14 +44,14 @@ class Uses:
 
     def touch(self, inodes: Sequence[int], *, found: bool = True) -> None:
         """These are used now; `found`: they were read, which is a hit for each. Raises KvfsError."""
-        asked = ffi.from_buffer("uint64_t[]", array("Q", inodes))
+        asked = lent(array("Q", inodes), "uint64_t[]")
         error = lib.kvfs_inode_touch(self._plane, asked, len(inodes), found)
         if error < 0:
             raise KvfsError(f"block table: touch: {os.strerror(-error)}")
 
     def done(self, inodes: Sequence[int]) -> None:
         """These are needed no more, as a user says."""
-        lib.kvfs_inode_done(self._plane, ffi.from_buffer("uint64_t[]", array("Q", inodes)), len(inodes))
+        lib.kvfs_inode_done(self._plane, lent(array("Q", inodes), "uint64_t[]"), len(inodes))
 
     def follow(self, inode: int, parent: int) -> None:
         """The block is the one behind `parent` in its chain."""

@@ -280,13 +280,14 @@ class GpuReader:
                 f"key {keys_shown(keys, 0)}: its destination is in GPU memory, and the mode is host: {self.reason}"
             )
         from kvfs._native import ffi, lib
+        from kvfs.lent import lent
 
         assert len(destinations) == keys.count, (len(destinations), keys.count)
         device = self._device(keys, destinations)
         pointers = [(ffi.cast("void *", address), size) for address, size, _ in destinations]
         buffers = ffi.new("struct kvfs_buffer[]", pointers)
         results = array("q", bytes(8 * keys.count))
-        out = ffi.from_buffer("int64_t[]", results)
+        out = lent(results, "int64_t[]")
 
         def fill(first: int, end: int) -> None:
             with self._reader(device) as reader:
@@ -323,8 +324,9 @@ class GpuReader:
             raise MissingFeatureError(
                 f"key {keys_shown(keys, 0)}: its bytes are in GPU memory, and the mode is host: {self.reason}"
             )
-        from kvfs._native import ffi, lib
+        from kvfs._native import lib
         from kvfs.client.library import Vectors, put_options
+        from kvfs.lent import lent
 
         assert len(blocks) == keys.count, (len(blocks), keys.count)
         places = [(region.address, region.size, cast(int, region.device)) for block in blocks for region in block]
@@ -333,9 +335,7 @@ class GpuReader:
         options, memory = put_options(if_absent, parents), Vectors(blocks)
         results = array("q", [-errno.ECANCELED]) * keys.count
         with self._reader(device) as reader:
-            status = lib.kvfs_gpu_put(
-                reader, keys.struct, memory.struct, options, stream, ffi.from_buffer("int64_t[]", results)
-            )
+            status = lib.kvfs_gpu_put(reader, keys.struct, memory.struct, options, stream, lent(results, "int64_t[]"))
             error = self._error(status, keys, owners) if status < 0 else None
         if isinstance(error, InvalidBufferError):
             raise error

@@ -12,6 +12,7 @@ from typing import cast
 
 from kvfs._native import ffi
 from kvfs.errors import InvalidKeyError
+from kvfs.lent import lent
 
 Key = bytes | str
 KEY_MAX = 255
@@ -45,7 +46,7 @@ class Keys:
                         f"path {shown(key)}: names of 1 to 255 bytes between slashes, none of them '.' or '..', are "
                         "expected"
                     )
-        self._memory = (ffi.from_buffer(self.data), ffi.from_buffer("uint32_t[]", self.sizes))
+        self._memory = (lent(self.data), lent(self.sizes, "uint32_t[]"))
         self._kind = _PATHS if paths else _KEYS
         self.struct: object = ffi.new("struct kvfs_keys *", [*self._memory, self.count, self._kind])
 

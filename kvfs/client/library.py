@@ -20,6 +20,7 @@ from kvfs._native import ffi, lib
 from kvfs.client.keys import KEY_MAX, Key, Keys, pack
 from kvfs.client.memory import Region
 from kvfs.errors import ClientError, DeadlineError, ForkError, client_error
+from kvfs.lent import lent
 
 READ_ONLY = 1
 NO_VERIFY = 2
@@ -213,7 +214,7 @@ class Library:
         """A byte for each key, 1 or 0."""
         found = bytearray(keys.count)
         with self as handle:
-            check(lib.kvfs_exists(handle, keys.struct, ffi.from_buffer(found)), self.name)
+            check(lib.kvfs_exists(handle, keys.struct, lent(found)), self.name)
         return found
 
     def exists_prefix(self, keys: Keys) -> int:
@@ -225,7 +226,7 @@ class Library:
         """Bytes of each block, or -ENOENT."""
         sizes = _zeros(keys.count)
         with self as handle:
-            check(lib.kvfs_sizes(handle, keys.struct, ffi.from_buffer("int64_t[]", sizes)), self.name)
+            check(lib.kvfs_sizes(handle, keys.struct, lent(sizes, "int64_t[]")), self.name)
         return sizes.tolist()
 
     def get(self, keys: Keys, vectors: Sequence[Sequence[Region]], offsets: Sequence[int] | None = None) -> list[int]:
@@ -233,7 +234,7 @@ class Library:
         not let go of are kept till it does."""
         assert len(vectors) == keys.count, (len(vectors), keys.count)
         results = _zeros(keys.count)
-        out = ffi.from_buffer("int64_t[]", results)
+        out = lent(results, "int64_t[]")
         with self as handle:
             if offsets is None and all(len(pieces) == 1 for pieces in vectors):
                 result = lib.kvfs_get(handle, keys.struct, _buffers([pieces[0] for pieces in vectors]), out)
@@ -255,16 +256,14 @@ class Library:
         results = array("q", [-errno.ECANCELED]) * keys.count
         options, memory = put_options(if_absent, parents), Vectors(blocks)
         with self as handle:
-            result = lib.kvfs_put_vectors(
-                handle, keys.struct, memory.struct, options, ffi.from_buffer("int64_t[]", results)
-            )
+            result = lib.kvfs_put_vectors(handle, keys.struct, memory.struct, options, lent(results, "int64_t[]"))
             error = _error(result, self.name) if result < 0 else None
         return results.tolist(), error
 
     def delete(self, keys: Keys) -> bytearray:
         deleted = bytearray(keys.count)
         with self as handle:
-            check(lib.kvfs_delete(handle, keys.struct, ffi.from_buffer(deleted)), self.name)
+            check(lib.kvfs_delete(handle, keys.struct, lent(deleted)), self.name)
         return deleted
 
     def list_page(self, after: bytes | None) -> list[bytes]:
@@ -276,7 +275,7 @@ class Library:
         with self as handle:
             count = check(
                 lib.kvfs_list(
-                    handle, ffi.NULL if after is None else ffi.from_buffer(after), len(after or b""), data, len(data),
+                    handle, ffi.NULL if after is None else lent(after), len(after or b""), data, len(data),
                     sizes, LIST_COUNT,
                 ),
                 self.name,
@@ -295,7 +294,7 @@ class Library:
         """The lease's number, 0 if it keeps nothing; and a byte for each key, 1 or 0."""
         held, out = bytearray(keys.count), ffi.new("uint64_t *")
         with self as handle:
-            check(lib.kvfs_lease(handle, keys.struct, milliseconds, out, ffi.from_buffer(held)), self.name)
+            check(lib.kvfs_lease(handle, keys.struct, milliseconds, out, lent(held)), self.name)
         return out[0], held
 
     def release(self, lease: int) -> bool:

@@ -26,6 +26,7 @@ from kvfs.client.keys import Key, shown
 from kvfs.client.library import Library, Vectors, put_options
 from kvfs.client.memory import Pieces, Region
 from kvfs.errors import ClientError, DeadlineError, InvalidBufferError, InvalidKeyError, KvfsError, client_error
+from kvfs.lent import lent
 
 _DRAINED_AT_ONCE = 64
 
@@ -162,7 +163,7 @@ class Queue:
         above = None if parents is None else self._library.keys(batches.parents(parents, len(names)), gaps=True)
         options = put_options(if_absent, above)
         batch = _Batch(_Kind.PUT, names, vectors, array("q", bytes(8 * len(names))))
-        keys, memory, results = self._library.keys(names), Vectors(vectors), ffi.from_buffer("int64_t[]", batch.values)
+        keys, memory, results = self._library.keys(names), Vectors(vectors), lent(batch.values, "int64_t[]")
         with self._lock:
             handle = self._check_open()
             with self._library:
@@ -216,7 +217,7 @@ class Queue:
         keys, memory, results = (
             self._library.keys(names),
             Vectors(vectors, offsets),
-            ffi.from_buffer("int64_t[]", batch.values),
+            lent(batch.values, "int64_t[]"),
         )
         call = lib.kvfs_queue_get if kind is _Kind.GET else lib.kvfs_queue_get_ranges
         with self._lock:
@@ -228,7 +229,7 @@ class Queue:
         names = keys_.normalized(keys)
         packed = self._library.keys(names)
         batch = _Batch(kind, names, values=bytearray(packed.count))
-        answers = ffi.from_buffer(batch.values)
+        answers = lent(batch.values)
         call = lib.kvfs_queue_exists if kind is _Kind.EXISTS else lib.kvfs_queue_delete
         with self._lock:
             handle = self._check_open()

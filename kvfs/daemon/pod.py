@@ -23,6 +23,7 @@ import trio
 from kvfs.errors import KvfsError, MissingFeatureError
 from kvfs.frames import LeasedBlocks, Room
 from kvfs.frontend.foreign import Kept
+from kvfs.lent import Part
 from kvfs.pod.engine import Engine, Names
 from kvfs.pod.follow import Applied, OwnerStatistics
 from kvfs.pod.limits import Limits
@@ -237,7 +238,7 @@ class PodNode:
             told = self._frames.lease()
             blocks = sum(held.told.count for held in self._leases.values())
             room = Room(pages, pages, max(0, _LEASED_MAX - blocks))
-            held = iter(self._frames.lease_add(told, memoryview(array("Q", known)).cast("B"), room))
+            held = iter(self._frames.lease_add(told, Part(array("Q", known).tobytes()), room))
             if told.count:
                 until = time.monotonic() + min(seconds, _LEASE_MAX_S)
                 self._leases[lease] = _Lease(told, until)

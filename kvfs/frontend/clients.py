@@ -27,6 +27,7 @@ from kvfs._native import ffi
 from kvfs.errors import KvfsError
 from kvfs.frames import FrameError, Next, Shards
 from kvfs.frontend.foreign import ForeignRequests, OtherNodes
+from kvfs.lent import Part
 from kvfs.namespace.files import Namespace
 from kvfs.plane import FEED_SIZE
 from kvfs.podmap import FOREIGN_BLOCK_SIZE
@@ -510,10 +511,10 @@ class _Connection:
         base, space, count, flags, at = _where(payload, Flags.TABLE | Flags.HASHES | Flags.PARENTS)
         if flags & Flags.TABLE:
             table, at = _table(payload, at)
-            items = memoryview(payload)[at:]
+            items = Part(payload, at)
             shards = await self._make_table(base, space, table, self._check(Type.RESERVE, items, count, flags, table))
         else:
-            items = memoryview(payload)[at:]
+            items = Part(payload, at)
             known = self._remembered(base, space)
             missing = self._check(Type.RESERVE, items, count, flags, known=known)
             # The request's own, as it waits and others change what is remembered.
@@ -526,7 +527,7 @@ class _Connection:
         )
 
     def _check(
-        self, kind: Type, items: memoryview, count: int, flags: int = 0, table: Sequence[_Path] = (), *,
+        self, kind: Type, items: Part, count: int, flags: int = 0, table: Sequence[_Path] = (), *,
         known: Shards | None = None,
     ) -> list[int]:  # fmt: skip
         """The numbers of the items' directories, as the table has them or as names begin, that are not known. Violation
@@ -587,7 +588,7 @@ class _Connection:
 
     async def commit(self, payload: bytes) -> bytes:
         (count,) = _WORD.unpack_from(payload)
-        items = memoryview(payload)[_WORD.size :]
+        items = Part(payload, _WORD.size)
         if count > ITEMS_MAX:
             raise Violation(f"a commit of {count} items")
         self._check(Type.COMMIT, items, count)
@@ -607,12 +608,12 @@ class _Connection:
         root = self._find(base, space)
         if flags & Flags.TABLE:
             table, at = _table(payload, at)
-            items, shards = memoryview(payload)[at:], Shards()
+            items, shards = Part(payload, at), Shards()
             for number in self._check(Type.DELETE, items, count, flags, table):
                 shards[number].directory = 0 if root is None else self._find(root, table[number]) or 0
                 await trio.lowlevel.checkpoint()
         else:
-            items, shards = memoryview(payload)[at:], Shards(self._remembered(base, space))
+            items, shards = Part(payload, at), Shards(self._remembered(base, space))
             for number in self._check(Type.DELETE, items, count, known=shards):
                 shards[number].directory = 0 if root is None else self._find(root, (b"%02x" % number,)) or 0
         frame = self._store.plane.frames.delete(items, count, shards, flags)
@@ -769,9 +770,9 @@ class _Connection:
 
     async def lease(self, payload: bytes) -> bytes:
         number, milliseconds, reserved = _LEASE.unpack_from(payload)
-        inodes = memoryview(payload)[_LEASE.size :]
-        if not milliseconds or reserved or not inodes or len(inodes) % 8:
-            raise Violation(f"a lease for {milliseconds} ms with {len(inodes)} bytes of inodes")
+        inodes = Part(payload, _LEASE.size)
+        if not milliseconds or reserved or not inodes.size or inodes.size % 8:
+            raise Violation(f"a lease for {milliseconds} ms with {inodes.size} bytes of inodes")
         number, held = self._store.leases.take(self._lessee, number, milliseconds, inodes)
         return _WORD.pack(number) + held
 

@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 import trio
 
 from kvfs.frames import FrameError
+from kvfs.lent import Part
 from kvfs.podmap import FOREIGN_BLOCK_SIZE, PodMap
 from kvfs.store.leases import Leases, Lessee
 
@@ -61,7 +62,7 @@ class ForeignRequests:
         if not 1 <= what <= _LAST or not count or len(blocks) != count * FOREIGN_BLOCK_SIZE:
             raise FrameError(f"news {what} of {count} blocks of other nodes in {len(blocks)} bytes")
         if what != _TOUCH:
-            self._map.note(what, blocks)
+            self._map.note(what, Part(payload, _FOREIGN.size))
             return
         for slot, (_, keys) in self._map.by_owner(blocks).items():
             self._others.tell_used(slot, keys)

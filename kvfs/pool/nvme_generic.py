@@ -13,6 +13,7 @@ import stat
 
 from kvfs._native import ffi, lib
 from kvfs.errors import DeviceError, UsageError
+from kvfs.lent import lent
 from kvfs.pool.nvme_kernel import PREFIX, block_device_of, path_of
 
 
@@ -66,7 +67,7 @@ class Namespace:
 
     def write(self, offset: int, data: bytes, *, durable: bool = True) -> None:
         """The data is durable when this returns, if `durable`."""
-        memory = ffi.from_buffer("uint8_t[]", data)
+        memory = lent(data, "uint8_t[]")
         self._check(lib.kvfs_generic_io(self.fd, self._info, 1, offset, memory, len(data)), f"write at {offset}")
         if durable:
             self.flush()

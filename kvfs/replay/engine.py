@@ -14,6 +14,7 @@ from pathlib import Path
 
 from kvfs._native import ffi, lib
 from kvfs.errors import KvfsError, UsageError
+from kvfs.lent import lent
 from kvfs.replay.trace import Request
 
 PAGE = 4096
@@ -159,7 +160,7 @@ def _prepare(
         if settings.speed is not None:
             entry.due_ns = round((request.due_ms - start_ms) * 1e6 / settings.speed)
         first += len(request.blocks)
-    memory = [ffi.from_buffer(f"{kind}[]", values) for kind, values in (
+    memory = [lent(values, f"{kind}[]") for kind, values in (
         ("uint32_t", blocks), ("uint64_t", hashes), ("uint32_t", resident)
     )]  # fmt: skip
     run.blocks, run.hashes, run.resident = memory

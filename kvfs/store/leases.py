@@ -19,6 +19,7 @@ from heapq import heapify, heappop, heappush
 import trio
 
 from kvfs.frames import LeasedBlocks, Room
+from kvfs.lent import Part
 from kvfs.store.blocks import Blocks
 from kvfs.types import COUNTER_BITS, PAGE_SIZE
 
@@ -119,7 +120,7 @@ class Leases:
     def keep(self, user: int, inode: int, seconds: int) -> bool:
         """A user of the mount keeps one inode for so long at least, as a client does. A later call replaces this."""
         lessee = self._users.setdefault(user, Lessee())
-        number, _ = self.take(lessee, 0, seconds * 1000, memoryview(inode.to_bytes(8, "little")))
+        number, _ = self.take(lessee, 0, seconds * 1000, Part(inode.to_bytes(8, "little")))
         if number:
             self.drop_kept(user, inode)
             self._kept[user, inode] = number
@@ -130,10 +131,10 @@ class Leases:
         """The end of keep()."""
         self.release(self._users.get(user, Lessee()), self._kept.pop((user, inode), 0))
 
-    def take(self, lessee: Lessee, number: int, milliseconds: int, inodes: memoryview) -> tuple[int, bytes]:
+    def take(self, lessee: Lessee, number: int, milliseconds: int, inodes: Part) -> tuple[int, bytes]:
         """Keep these inodes (uint64_t): in a new lease, or with a number in that lease until its deadline. Returns the
         lease's number, 0 if it keeps nothing, and a byte for each inode: 1: it is kept."""
-        count = len(inodes) // 8
+        count = inodes.size // 8
         lease = lessee.leases.get(number)
         full = len(lessee.leases) >= _LEASES_MAX or len(self._leases) >= _ALL_LEASES_MAX
         if lease is None and (number or full):

@@ -28,6 +28,7 @@ import trio
 
 from kvfs.errors import KvfsError, NoSpaceError
 from kvfs.frames import NOWHERE, Commit, HolderPages, Next, Reserve, RunFields, Shards
+from kvfs.lent import Part
 from kvfs.names import NamesError, step
 from kvfs.plane import Run
 from kvfs.pool.format import Stream
@@ -129,7 +130,7 @@ class Reservations:
     async def reserve(
         self,
         holder: Holder,
-        items: memoryview,
+        items: Part,
         count: int,
         shards: Shards,
         uid: int,
@@ -197,7 +198,7 @@ class Reservations:
 
     # ---- committing ----
 
-    async def commit(self, holder: Holder, items: memoryview, count: int, make_way: MakeWay) -> tuple[bytes, bool]:
+    async def commit(self, holder: Holder, items: Part, count: int, make_way: MakeWay) -> tuple[bytes, bool]:
         """The answers to a COMMIT, whose items were checked: 0 for what entered or was superseded. And whether hosts
         may know what had a name before.
 

@@ -10,10 +10,12 @@ from typing import cast
 
 import pytest
 import trio
+from kvfs._native import ffi
 from store_pools import make_pool, with_store
 
 from kvfs.frames import FrameError
 from kvfs.frontend.foreign import ForeignRequests, Kept
+from kvfs.lent import Part
 from kvfs.podmap import PodMap
 from kvfs.store.leases import Lessee
 from kvfs.store.store import Store
@@ -45,8 +47,8 @@ class Map:
                 keys.append(one)
         return owners
 
-    def note(self, what: int, given: memoryview) -> None:
-        self.notes.append((what, bytes(given)))
+    def note(self, what: int, given: Part) -> None:
+        self.notes.append((what, bytes(ffi.buffer(given.data, given.size))))
 
 
 class Others:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.machinery
 import importlib.util
 import shutil
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 from helpers import REPOSITORY
+
+from kvfs.lent import Part, lent
 
 LINES_OF_A_FILE = 900
 LINES_OF_A_FUNCTION = 100
@@ -65,6 +68,38 @@ def test_every_room_is_in_the_map(tool: ModuleType) -> None:
     text = (REPOSITORY / "docs/architecture.md").read_text()
     missing = [room for room in tool.C_ROOMS + tool.PYTHON_ROOMS if f"{room}" not in text]
     assert missing == []
+
+
+# Each lends what callers gave, and lets go of a memoryview before it returns.
+LENDERS = {"kvfs/lent.py", "kvfs/client/memory.py"}
+
+
+def lent_in(text: str) -> list[int]:
+    """Lines that lend a buffer to C by themselves."""
+    return [
+        node.lineno
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Attribute)
+        and node.attr == "from_buffer"
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "ffi"
+    ]
+
+
+def test_memory_is_lent_to_c_at_one_door_which_refuses_memoryviews() -> None:
+    """The garbage collector clears a memoryview that has exports, and their end is a SIGSEGV."""
+    found = {
+        (str(path.relative_to(REPOSITORY)), line)
+        for path in (REPOSITORY / "kvfs").rglob("*.py")
+        for line in lent_in(path.read_text())
+    }
+    assert [place for place in found if place[0] not in LENDERS] == []
+    assert lent_in("a = 1\nb = ffi.from_buffer(memoryview(a))\n") == [2]
+    for wrong in (memoryview(b"12345678"), memoryview(bytearray(8))):
+        with pytest.raises(AssertionError, match="memoryview"):
+            lent(wrong)
+        with pytest.raises(AssertionError, match="memoryview"):
+            Part(wrong, 4)
 
 
 # ---- the measure itself: each fault is seen, in one copy that has them all ----

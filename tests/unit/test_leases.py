@@ -10,6 +10,7 @@ import pytest
 import trio
 from store_pools import OPTIONS, make_pool, pass_time, with_store, write
 
+from kvfs.lent import Part
 from kvfs.plane import OpenState
 from kvfs.store import leases as leases_module
 from kvfs.store.leases import LEASE_MAX_MS, Lessee
@@ -28,7 +29,7 @@ def pool(tmp_path: Path) -> Path:
 def take(
     store: Store, lessee: Lessee, inodes: Sequence[int], milliseconds: int = 1000, number: int = 0
 ) -> tuple[int, list[int]]:
-    asked = memoryview(array("Q", inodes).tobytes())
+    asked = Part(array("Q", inodes).tobytes())
     lease, held = store.leases.take(lessee, number, milliseconds, asked)
     return lease, list(held)
 

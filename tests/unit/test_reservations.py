@@ -16,6 +16,7 @@ from client_double import Place, places_in, run_bytes, wanted
 from store_pools import LAZY, OPTIONS, crashed_store, make_pool, names, rename, settle, verify_all, with_store, write
 
 from kvfs.frames import SHARDS, Shards
+from kvfs.lent import Part
 from kvfs.namespace.files import Changes, Namespace
 from kvfs.plane import Run
 from kvfs.record import Inode, InodeFlags
@@ -65,7 +66,7 @@ async def reserve(
     shards = Shards()
     for number in range(SHARDS):
         shards[number].directory, shards[number].gid = parent, 8
-    frame = memoryview(wanted([(name, size) for name in items]))
+    frame = Part(wanted([(name, size) for name in items]))
     answer = await store.reservations.reserve(holder, frame, len(items), shards, 7, timeout_s)
     return [Reservation.of(place) for place in places_in(answer, len(items))]
 
@@ -101,7 +102,7 @@ class Writer:
         return await self.commit_items([(place.number, error) for place in places])
 
     async def commit_items(self, items: Sequence[tuple[int, int]]) -> list[int]:
-        frame = memoryview(b"".join(struct.pack("<Qq", *item) for item in items))
+        frame = Part(b"".join(struct.pack("<Qq", *item) for item in items))
         answers, _ = await self.store.reservations.commit(self.holder, frame, len(items), self.namespace.make_way)
         return array.array("q", answers).tolist()
 
