@@ -778,3 +778,25 @@ def watched(root: pathlib.Path, request: pytest.FixtureRequest, *, detach_too: b
     finally:
         process.stdin.close()
         process.wait(30)
+
+
+@contextlib.contextmanager
+def relayed(pool: Pool) -> Iterator[pathlib.Path]:
+    """The socket of a relay before the pool's export, which is served already."""
+    kept = pool.base / "kept.sock"
+    words = [sys.executable, "-m", "kvfs", "keep", str(kept), str(pool.base / "guest.sock"), "--timeout", "30"]
+    process = subprocess.Popen(
+        words,
+        cwd=REPOSITORY,
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, **pool.environment},
+    )
+    try:
+        wait_until(kept.exists, "the relay's socket")
+        yield kept
+        process.terminate()
+        assert process.wait(30) == 0 and not kept.exists()
+    finally:
+        process.kill()
+        process.wait()

@@ -113,12 +113,14 @@ static int memory_build(struct kvfs_plane *plane) {
         return fail(-ENOMEM, "no memory for %u segments", c->segment_count);
     for (uint32_t i = 0; i < SHARDS; i++)
         pthread_mutex_init(&plane->shards[i].lock, NULL);
-    pthread_mutex_init(&plane->handles.lock, NULL);
     pthread_mutex_init(&plane->request_lock, NULL);
     atomic_store(&plane->space, UINT64_MAX);
     atomic_store(&plane->share, UINT64_MAX);
     plane->slow_ns = c->slow_ms ? c->slow_ms * (uint64_t)1000000 : UINT64_MAX;
-    int r = events_init(&plane->events);
+    int r = handles_init(plane);
+    if (r < 0)
+        return fail(r, "getrandom: no numbers for handles");
+    r = events_init(&plane->events);
     if (r < 0)
         return fail(r, "eventfd: %s", strerror(-r));
     r = fuse_create(plane);

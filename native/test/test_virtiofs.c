@@ -91,6 +91,42 @@ static void test_blocks(void) {
     }
 }
 
+/* A handle is its transport's, its inode's, and this daemon's. */
+static void test_handles_of_others(void) {
+    struct front f;
+    front_start(&f, path, 128);
+    fuse_init(&f);
+    uint8_t *data = pattern(MIB, 7);
+    uint64_t other = make_block(&f, "others", data, MIB), writer, reader = open_read(&f, other), half = create(&f, "half", &writer);
+    CHECK(open_handles() == 2 && writer >> 22 != 1 && writer >> 22 == (reader >> 22) + 1);
+    struct fuse_release_in in = {.fh = writer};
+    struct fuse_fsync_in sync = {.fh = writer};
+    struct fuse_flush_in flush = {.fh = writer};
+    struct fuse_fallocate_in room = {.fh = writer, .length = MIB};
+    struct fuse_setattr_in cut = {.valid = FATTR_SIZE | FATTR_FH, .fh = writer};
+    CHECK(ask(&f, FUSE_RELEASE, other, &in, sizeof(in), NULL, 0) == 0);
+    CHECK(ask(&f, FUSE_RELEASEDIR, half, &in, sizeof(in), NULL, 0) == 0);
+    CHECK(open_handles() == 2);
+    CHECK(ask(&f, FUSE_FLUSH, other, &flush, sizeof(flush), NULL, 0) == -EBADF);
+    CHECK(ask(&f, FUSE_FSYNC, other, &sync, sizeof(sync), NULL, 0) == -EBADF);
+    CHECK(ask(&f, FUSE_FALLOCATE, other, &room, sizeof(room), NULL, 0) == -EBADF);
+    CHECK(ask(&f, FUSE_SETATTR, other, &cut, sizeof(cut), NULL, 0) == -EBADF);
+    cut.fh = reader; /* its own, and open for reading alone */
+    CHECK(ask(&f, FUSE_SETATTR, other, &cut, sizeof(cut), NULL, 0) == -EBADF);
+    CHECK(write_at(&f, other, writer, 0, data, 100) == -EBADF);
+    CHECK(read_check(&f, other, writer, 0, 65536, 0, data, MIB) == 0); /* of the inode that was asked for */
+    in.fh = writer ^ (uint64_t)1 << 63;
+    CHECK(ask(&f, FUSE_RELEASE, half, &in, sizeof(in), NULL, 0) == 0 && open_handles() == 2);
+    CHECK(write_at(&f, half, writer, 0, data, 5000) == 0);
+    release(&f, other, reader);
+    release(&f, half, writer);
+    CHECK(open_handles() == 0);
+    front_end(&f);
+    wait_gone(number);
+    CHECK(kvfs_inode_remove(plane, half) == 0);
+    free(data);
+}
+
 static void test_faults(void) {
     struct front f;
     front_start(&f, path, 128);
@@ -765,6 +801,7 @@ int main(void) {
     start();
     RUN(test_protocol);
     RUN(test_blocks);
+    RUN(test_handles_of_others);
     RUN(test_plain_rings);
     RUN(test_lost_signals);
     RUN(test_hostile_chains);

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import helpers
 import pytest
-from helpers import MIB, Pool, content, process_alive, read_file, run, wait_until, write_file
+from helpers import MIB, Pool, content, process_alive, read_file, relayed, run, wait_until, write_file
 
 GET_FEATURES = 1
 VIRTIO_F_VERSION_1 = 1 << 32
@@ -173,27 +173,14 @@ def test_a_start_that_fails_leaves_no_mount_and_no_socket(pool):
 
 
 def test_a_front_end_behind_a_relay_outlives_the_daemon(pool):
-    path, kept = export(pool), pool.base / "kept.sock"
-    words = [sys.executable, "-m", "kvfs", "keep", str(kept), str(path), "--timeout", "30"]
-    with contextlib.ExitStack() as stack:
-        process = subprocess.Popen(
-            words,
-            cwd=helpers.REPOSITORY,
-            stdin=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, **pool.environment},
-        )
-        stack.callback(process.kill)
-        wait_until(kept.exists, "the relay's socket")
-        with FrontEnd(kept) as front_end:
-            assert front_end.features() & VIRTIO_F_VERSION_1
-            for end in (pool.kill, lambda: pool.command("umount", str(pool.path))):
-                end()
-                export(pool)
-                wait_until(lambda: exports(pool)[0]["connected"] == 1, "the relay connects again")
-                assert front_end.features() & VIRTIO_F_VERSION_1
-        process.terminate()
-        assert process.wait(30) == 0 and not kept.exists()
+    export(pool)
+    with relayed(pool) as kept, FrontEnd(kept) as front:
+        assert front.features() & VIRTIO_F_VERSION_1
+        for end in (pool.kill, lambda: pool.command("umount", str(pool.path))):
+            end()
+            export(pool)
+            wait_until(lambda: exports(pool)[0]["connected"] == 1, "the relay connects again")
+            assert front.features() & VIRTIO_F_VERSION_1
     pool.command("umount", str(pool.path))
 
 

@@ -78,13 +78,16 @@ struct handle {
     uint64_t directory;
     struct transport *transport;
     struct user *user;
-    uint32_t index, salt;
+    uint64_t number; /* as its kernel has it */
     uint32_t flags;  /* O_ flags of the open */
     uint32_t listed; /* a directory: inodes that the listing through this handle has made */
     bool writer;
 };
+/* A kernel may bring a number of an earlier daemon, as a guest outlives its daemons. Numbers begin anywhere, so 1 of 2^42 is one of
+ * ours by chance. And a handle is found only with its transport and its inode. */
 struct handle_table {
     pthread_mutex_t lock;
+    uint64_t last_salt;
     struct handle **chunks[4096]; /* 1024 handles each */
     uint32_t *free;
     uint32_t free_count, free_capacity, count;
@@ -120,16 +123,18 @@ void node_unopen(struct kvfs_plane *plane, struct node *node, struct user *user,
 /* Promise a guest that the content of an open block stays for PROMISE_S seconds. False: it may change, or is not open. Called before the table is
  * asked. */
 bool node_promise(struct kvfs_plane *plane, uint64_t inode);
+int handles_init(struct kvfs_plane *plane);
 int handle_open(struct kvfs_plane *plane, struct transport *transport, struct node *node, struct user *user, uint32_t flags, bool writer,
                 uint64_t *fh);
-/* Copies a handle and references its node once more; false: no such file handle. A copy, as a hostile guest may release the handle at any moment. */
-bool handle_find(struct kvfs_plane *plane, struct transport *transport, uint64_t fh, struct handle *out);
+/* Copies a handle of that inode and references its node once more; false: no such file handle. A copy, as a hostile guest may release the handle at any
+ * moment. */
+bool handle_find(struct kvfs_plane *plane, struct transport *transport, uint64_t fh, uint64_t inode, struct handle *out);
 int handle_open_directory(struct kvfs_plane *plane, struct transport *transport, uint64_t inode, uint64_t *fh);
 /* The count of inodes that listings through a directory's handle have made, with `more` added. UINT32_MAX: no such handle. */
-uint32_t handle_listed(struct kvfs_plane *plane, struct transport *transport, uint64_t fh, uint32_t more);
+uint32_t handle_listed(struct kvfs_plane *plane, struct transport *transport, uint64_t fh, uint64_t inode, uint32_t more);
 bool handle_close_directory(struct kvfs_plane *plane, struct transport *transport, uint64_t fh, uint64_t inode);
-/* Returns the node, whose handle count it has lowered; the caller calls node_released, then node_put. */
-struct node *handle_close(struct kvfs_plane *plane, struct transport *transport, uint64_t fh, bool *was_writer);
+/* Returns the node, whose handle count it has lowered; the caller calls node_released, then node_put. NULL: no such file handle. */
+struct node *handle_close(struct kvfs_plane *plane, struct transport *transport, uint64_t fh, uint64_t inode, bool *was_writer);
 void node_released(struct kvfs_plane *plane, struct node *node, bool was_writer);
 /* Close all handles of a transport. Returns the inode of a directory that Python is to release. Called again, *from on, until it returns 0. */
 uint64_t handles_drop(struct kvfs_plane *plane, struct transport *transport, uint32_t *from);

@@ -1,6 +1,18 @@
 /* Handles: the openers of inodes and directories, by transport. */
 #include "content/content.h"
 
+#include <sys/random.h>
+
+/* A number: its place in the table, and above it a salt, that of the handle before plus one. */
+#define PLACE_BITS 22
+#define PLACE(number) ((uint32_t)(number) & ((1u << PLACE_BITS) - 1))
+static_assert(4096u * 1024u == 1u << PLACE_BITS, "chunks");
+
+int handles_init(struct kvfs_plane *plane) {
+    pthread_mutex_init(&plane->handles.lock, NULL);
+    return getrandom(&plane->handles.last_salt, sizeof(uint64_t), 0) == sizeof(uint64_t) ? 0 : -EIO;
+}
+
 static struct handle **handle_place(struct handle_table *table, uint32_t index) { return &table->chunks[index / 1024][index % 1024]; }
 
 static int handle_add(struct kvfs_plane *plane, const struct handle *from, uint64_t *fh) {
@@ -8,16 +20,15 @@ static int handle_add(struct kvfs_plane *plane, const struct handle *from, uint6
     struct handle *handle = calloc(1, sizeof(*handle));
     if (!handle)
         return -ENOMEM;
-    static atomic_uint salts;
     *handle = *from;
-    handle->salt = atomic_fetch_add(&salts, 1) + 1;
+    uint32_t place = 0;
     int r = 0;
     pthread_mutex_lock(&table->lock);
     if (table->free_count) {
-        handle->index = table->free[--table->free_count];
+        place = table->free[--table->free_count];
     } else if (table->count < 4096u * 1024u) {
-        handle->index = table->count;
-        struct handle ***chunk = &table->chunks[handle->index / 1024];
+        place = table->count;
+        struct handle ***chunk = &table->chunks[place / 1024];
         if (!*chunk && !(*chunk = calloc(1024, sizeof(struct handle *))))
             r = -ENOMEM;
         else
@@ -26,8 +37,9 @@ static int handle_add(struct kvfs_plane *plane, const struct handle *from, uint6
         r = -ENFILE;
     }
     if (r == 0) {
-        assert(!*handle_place(table, handle->index));
-        *handle_place(table, handle->index) = handle;
+        assert(!*handle_place(table, place));
+        *handle_place(table, place) = handle;
+        *fh = handle->number = ++table->last_salt << PLACE_BITS | place;
     }
     pthread_mutex_unlock(&table->lock);
     if (r < 0) {
@@ -35,7 +47,6 @@ static int handle_add(struct kvfs_plane *plane, const struct handle *from, uint6
         return r;
     }
     COUNT(plane, open_handles, 1);
-    *fh = (uint64_t)handle->salt << 32 | handle->index;
     return 0;
 }
 
@@ -56,19 +67,18 @@ int handle_open_directory(struct kvfs_plane *plane, struct transport *transport,
     return handle_add(plane, &handle, fh);
 }
 
-static struct handle *handle_look(struct handle_table *table, struct transport *transport, uint64_t fh) {
-    uint32_t index = (uint32_t)fh;
-    if (index >= table->count)
+static struct handle *handle_look(struct handle_table *table, struct transport *transport, uint64_t fh, uint64_t inode, bool directory) {
+    struct handle *handle = PLACE(fh) < table->count ? *handle_place(table, PLACE(fh)) : NULL;
+    assert(!handle || PLACE(handle->number) == PLACE(fh));
+    if (!handle || handle->number != fh || handle->transport != transport || directory != !handle->node)
         return NULL;
-    struct handle *handle = *handle_place(table, index);
-    assert(!handle || handle->index == index);
-    return handle && handle->salt == (uint32_t)(fh >> 32) && handle->transport == transport ? handle : NULL;
+    return (directory ? handle->directory : handle->node->inode) == inode ? handle : NULL;
 }
 
-bool handle_find(struct kvfs_plane *plane, struct transport *transport, uint64_t fh, struct handle *out) {
+bool handle_find(struct kvfs_plane *plane, struct transport *transport, uint64_t fh, uint64_t inode, struct handle *out) {
     pthread_mutex_lock(&plane->handles.lock);
-    struct handle *handle = handle_look(&plane->handles, transport, fh);
-    bool found = handle && handle->node;
+    struct handle *handle = handle_look(&plane->handles, transport, fh, inode, false);
+    bool found = handle != NULL;
     if (found) {
         atomic_fetch_add(&handle->node->refs, 1);
         *out = *handle;
@@ -77,37 +87,40 @@ bool handle_find(struct kvfs_plane *plane, struct transport *transport, uint64_t
     return found;
 }
 
-uint32_t handle_listed(struct kvfs_plane *plane, struct transport *transport, uint64_t fh, uint32_t more) {
+uint32_t handle_listed(struct kvfs_plane *plane, struct transport *transport, uint64_t fh, uint64_t inode, uint32_t more) {
     pthread_mutex_lock(&plane->handles.lock);
-    struct handle *handle = handle_look(&plane->handles, transport, fh);
-    uint32_t listed = handle &&!handle->node ? handle->listed += more : UINT32_MAX;
+    struct handle *handle = handle_look(&plane->handles, transport, fh, inode, true);
+    uint32_t listed = handle ? handle->listed += more : UINT32_MAX;
     pthread_mutex_unlock(&plane->handles.lock);
     return listed;
 }
 
-static void handle_free_index(struct handle_table *table, uint32_t index) {
+static void handle_free_place(struct handle_table *table, uint32_t place) {
     if (table->free_count == table->free_capacity) {
         uint32_t capacity = table->free_capacity ? table->free_capacity * 2 : 1024;
         uint32_t *grown = realloc(table->free, capacity * sizeof(uint32_t));
         if (!grown)
-            return; /* the index is not used again: 8 bytes lost */
+            return; /* the place is not used again: 8 bytes lost */
         table->free = grown;
         table->free_capacity = capacity;
     }
-    table->free[table->free_count++] = index;
+    table->free[table->free_count++] = place;
 }
 
-struct node *handle_close(struct kvfs_plane *plane, struct transport *transport, uint64_t fh, bool *was_writer) {
-    struct handle_table *table = &plane->handles;
+/* Out of the table; the caller's now. */
+static struct handle *handle_take(struct handle_table *table, struct transport *transport, uint64_t fh, uint64_t inode, bool directory) {
     pthread_mutex_lock(&table->lock);
-    struct handle *handle = handle_look(table, transport, fh);
-    if (handle && !handle->node)
-        handle = NULL;
+    struct handle *handle = handle_look(table, transport, fh, inode, directory);
     if (handle) {
-        *handle_place(table, handle->index) = NULL;
-        handle_free_index(table, handle->index);
+        *handle_place(table, PLACE(fh)) = NULL;
+        handle_free_place(table, PLACE(fh));
     }
     pthread_mutex_unlock(&table->lock);
+    return handle;
+}
+
+struct node *handle_close(struct kvfs_plane *plane, struct transport *transport, uint64_t fh, uint64_t inode, bool *was_writer) {
+    struct handle *handle = handle_take(&plane->handles, transport, fh, inode, false);
     if (!handle)
         return NULL;
     struct node *node = handle->node;
@@ -122,16 +135,7 @@ struct node *handle_close(struct kvfs_plane *plane, struct transport *transport,
 }
 
 bool handle_close_directory(struct kvfs_plane *plane, struct transport *transport, uint64_t fh, uint64_t inode) {
-    struct handle_table *table = &plane->handles;
-    pthread_mutex_lock(&table->lock);
-    struct handle *handle = handle_look(table, transport, fh);
-    if (handle && (handle->node || handle->directory != inode))
-        handle = NULL;
-    if (handle) {
-        *handle_place(table, handle->index) = NULL;
-        handle_free_index(table, handle->index);
-    }
-    pthread_mutex_unlock(&table->lock);
+    struct handle *handle = handle_take(&plane->handles, transport, fh, inode, true);
     if (handle)
         atomic_fetch_sub(&plane->count.open_handles, 1);
     free(handle);
@@ -182,22 +186,22 @@ uint64_t handles_drop(struct kvfs_plane *plane, struct transport *transport, uin
         pthread_mutex_lock(&table->lock);
         bool end = *from >= table->count;
         struct handle *handle = end ? NULL : *handle_place(table, *from);
-        uint64_t fh = handle && handle->transport == transport ? (uint64_t)handle->salt << 32 | handle->index : 0;
-        uint64_t directory = fh && !handle->node ? handle->directory : 0;
+        bool ours = handle && handle->transport == transport, directory = ours && !handle->node;
+        uint64_t fh = ours ? handle->number : 0, inode = !ours ? 0 : directory ? handle->directory : handle->node->inode;
         pthread_mutex_unlock(&table->lock);
         if (end)
             return 0;
-        if (!fh)
+        if (!ours)
             continue;
         if (directory) {
-            if (handle_close_directory(plane, transport, fh, directory)) {
+            if (handle_close_directory(plane, transport, fh, inode)) {
                 ++*from;
-                return directory;
+                return inode;
             }
             continue;
         }
         bool was_writer = false;
-        struct node *node = handle_close(plane, transport, fh, &was_writer);
+        struct node *node = handle_close(plane, transport, fh, inode, &was_writer);
         if (node) {
             node_released(plane, node, was_writer);
             node_put(plane, node);

@@ -255,8 +255,10 @@ static void do_read(struct server *server, struct fuse_in_header *in) {
     struct fuse_read_in read;
     memcpy(&read, in + 1, sizeof(read));
     struct handle handle = {0};
-    int r = handle_find(plane, server->transport, read.fh, &handle) ? 0 : server->transport->guest ? find_lost(plane, in->nodeid, &handle) : -EBADF;
-    if (r == 0 && (handle.node->inode != in->nodeid || read.size > server->transport->max_read))
+    int r = handle_find(plane, server->transport, read.fh, in->nodeid, &handle) ? 0
+            : server->transport->guest                                          ? find_lost(plane, in->nodeid, &handle)
+                                                                                : -EBADF;
+    if (r == 0 && read.size > server->transport->max_read)
         r = -EINVAL;
     struct request *request = r == 0 ? request_new(server, in, handle.node) : NULL;
     if (!request) {
@@ -296,8 +298,8 @@ static void do_write(struct server *server, struct fuse_in_header *in) {
     assert(server->landing);
     memcpy(&write, in + 1, sizeof(write));
     struct handle handle = {0};
-    bool found = handle_find(plane, server->transport, write.fh, &handle);
-    bool good = found && handle.writer && handle.node->inode == in->nodeid && write.size == in->len - REQUEST_HEAD && write.size <= CHUNK_SIZE;
+    bool found = handle_find(plane, server->transport, write.fh, in->nodeid, &handle);
+    bool good = found && handle.writer && write.size == in->len - REQUEST_HEAD && write.size <= CHUNK_SIZE;
     struct request *request = good ? request_new(server, in, handle.node) : NULL;
     if (!request) {
         node_put(plane, handle.node);
@@ -355,7 +357,7 @@ static void do_fallocate(struct server *server, struct fuse_in_header *in) {
     struct fuse_fallocate_in fallocate;
     memcpy(&fallocate, in + 1, sizeof(fallocate));
     struct handle handle = {0};
-    int r = handle_find(plane, server->transport, fallocate.fh, &handle) && handle.writer ? 0 : -EBADF;
+    int r = handle_find(plane, server->transport, fallocate.fh, in->nodeid, &handle) && handle.writer ? 0 : -EBADF;
     uint64_t end = fallocate.offset + fallocate.length;
     if (r == 0 && fallocate.mode)
         r = -EOPNOTSUPP;
@@ -388,12 +390,11 @@ static void do_flush(struct server *server, struct fuse_in_header *in) {
     struct kvfs_plane *plane = server->plane;
     struct fuse_flush_in *flush = (struct fuse_flush_in *)(void *)(in + 1);
     struct handle handle;
-    bool dirty = false, found = handle_find(plane, server->transport, flush->fh, &handle);
+    bool dirty = false, found = handle_find(plane, server->transport, flush->fh, in->nodeid, &handle);
     if (found) {
         pthread_mutex_lock(&handle.node->lock);
         dirty = handle.writer && handle.node->file && !handle.node->file->slab && (handle.node->file->dirty || handle.node->file->sealing);
         pthread_mutex_unlock(&handle.node->lock);
-        found = handle.node->inode == in->nodeid;
         node_put(plane, handle.node);
     }
     if (!found || !dirty) {
@@ -408,7 +409,7 @@ static void do_release(struct server *server, struct fuse_in_header *in) {
     struct fuse_release_in release;
     memcpy(&release, in + 1, sizeof(release));
     bool was_writer = false;
-    struct node *node = handle_close(server->plane, server->transport, release.fh, &was_writer);
+    struct node *node = handle_close(server->plane, server->transport, release.fh, in->nodeid, &was_writer);
     reply_error(server, in->unique, 0);
     if (node) {
         node_released(server->plane, node, was_writer);
@@ -478,15 +479,24 @@ static void do_make(struct server *server, struct fuse_in_header *in) {
 
 static void do_setattr(struct server *server, struct fuse_in_header *in) {
     struct fuse_setattr_in *set = (struct fuse_setattr_in *)(void *)(in + 1);
-    if (set->valid & FATTR_FH)
+    if (set->valid & FATTR_FH) { /* ftruncate(2), whose file is sealed by the handle's close */
+        struct handle handle;
+        bool found = handle_find(server->plane, server->transport, set->fh, in->nodeid, &handle);
+        if (found)
+            node_put(server->plane, handle.node);
+        if (!found || (set->valid & FATTR_SIZE && !handle.writer)) {
+            reply_error(server, in->unique, -EBADF);
+            return;
+        }
         set->fh = in->nodeid;
+    }
     mux_forward(server, 0, 0);
 }
 
 static void do_fsync(struct server *server, struct fuse_in_header *in) {
     struct fuse_fsync_in *sync = (struct fuse_fsync_in *)(void *)(in + 1);
     struct handle handle;
-    if (!handle_find(server->plane, server->transport, sync->fh, &handle)) { /* its writes were lost with an earlier daemon */
+    if (!handle_find(server->plane, server->transport, sync->fh, in->nodeid, &handle)) { /* its writes were lost with an earlier daemon */
         reply_error(server, in->unique, -EBADF);
         return;
     }

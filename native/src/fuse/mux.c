@@ -454,7 +454,7 @@ static int open_reply(struct kvfs_plane *plane, struct pending *p, uint64_t inod
         atomic_load(&p->transport->kernel_number) != p->kernel_number; /* its kernel went away meanwhile, and the drop of its handles may be over */
     if (r < 0 || ended) {
         bool was_writer = false;
-        node = handle_close(plane, p->transport, fh, &was_writer);
+        node = handle_close(plane, p->transport, fh, inode, &was_writer);
         if (node) {
             node_released(plane, node, was_writer);
             node_put(plane, node);
@@ -527,7 +527,7 @@ static uint32_t listing_make(struct kvfs_plane *plane, const struct pending *p, 
         if (now - mux->listed_since_ns > LISTED_PERIOD_NS)
             mux->listed_since_ns = now, mux->listed = 0;
         inodes_max = LISTED_PERIOD_MAX - mux->listed;
-        uint32_t before = handle_listed(plane, p->transport, p->fh, 0);
+        uint32_t before = handle_listed(plane, p->transport, p->fh, p->node, 0);
         inodes_max = (uint32_t)min_u64(inodes_max, before < LISTED_MAX ? LISTED_MAX - before : 0);
     }
     for (uint64_t dot = p->offset; dot < 2; dot++) {
@@ -558,7 +558,7 @@ static uint32_t listing_make(struct kvfs_plane *plane, const struct pending *p, 
     assert(used <= room);
     mux->listed += inodes;
     if (inodes)
-        handle_listed(plane, p->transport, p->fh, inodes);
+        handle_listed(plane, p->transport, p->fh, p->node, inodes);
     return used;
 }
 
