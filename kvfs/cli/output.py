@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 from kvfs.errors import KvfsError, printable
@@ -63,6 +63,11 @@ def print_json(document: Mapping[str, object]) -> None:
 def note(text: object) -> None:
     """A line for people, beside the result."""
     print(printable(f"kvfs: {text}"), file=sys.stderr)
+
+
+def note_lines(notes: Sequence[str]) -> list[str]:
+    """Lines below a result, of what its reader should know. They are part of it, and no errors."""
+    return [f"  note: {said}" for said in notes]
 
 
 def error_part(message: str, error: object) -> dict[str, object]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 
 from kvfs.cli import arguments
 from kvfs.cli.arguments import Verbs
-from kvfs.cli.output import as_json, emit, note
+from kvfs.cli.output import as_json, emit, note, note_lines
 from kvfs.cli.pools import expanded, refuse_inside
 from kvfs.cli.targets import pool_of
 from kvfs.errors import KvfsError, UsageError, printable
@@ -120,9 +120,6 @@ def _create(args: argparse.Namespace) -> int:
         node = join(pool, 0)
     config = result.config
     assert config.pod is not None
-    if not as_json(args):
-        for said in result.notes:
-            note(said)
     document = {
         **_part(pool, config),
         "segment_size": config.geometry.segment_size,
@@ -130,12 +127,13 @@ def _create(args: argparse.Namespace) -> int:
         "slot": node.slot,
         "notes": list(result.notes),
     }
-    text = (
-        f"pod {printable(str(args.target))}: {len(config.devices)} devices, {config.segment_count} segments of "
+    lines = [
+        f"pod {args.target}: {len(config.devices)} devices, {config.segment_count} segments of "
         f"{format_size(config.geometry.segment_size)} in lots of {config.pod.lot}, for {config.pod.nodes} nodes; this "
-        f"one is slot {node.slot}"
-    )
-    emit(args, document, text)
+        f"one is slot {node.slot}",
+        *note_lines(result.notes),
+    ]
+    emit(args, document, "\n".join(printable(line) for line in lines))
     return 0
 
 

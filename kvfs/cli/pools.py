@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 
 from kvfs.cli import arguments
 from kvfs.cli.arguments import Verbs
-from kvfs.cli.output import ProgressPrinter, as_json, emit, note
+from kvfs.cli.output import ProgressPrinter, emit, note_lines
 from kvfs.cli.targets import pool_of, status_of
 from kvfs.errors import UsageError, printable
 
@@ -49,6 +49,7 @@ def add_format(verbs: Verbs) -> None:
 def _format(args: argparse.Namespace) -> int:
     from kvfs.pool.devices import device_address
     from kvfs.pool.making import FormatRequest, format_devices
+    from kvfs.status.numbers import size_text
     from kvfs.units import format_size
 
     if args.device and args.files:
@@ -74,12 +75,11 @@ def _format(args: argparse.Namespace) -> int:
     )
     config = result.config
     geometry = config.geometry
-    if not as_json(args):
-        for said in result.notes:
-            note(said)
+    size = sum(device.size for device in config.devices)
     document = {
         "pool": os.path.abspath(args.pool),
         "uuid": str(config.uuid),
+        "size": size,
         "segment_count": config.segment_count,
         "segment_size": geometry.segment_size,
         "stripe_width": geometry.stripe_width,
@@ -87,12 +87,13 @@ def _format(args: argparse.Namespace) -> int:
         "devices": [{"index": d.index, "path": d.path, "size": d.size} for d in config.devices],
         "notes": list(result.notes),
     }
-    text = (
-        f"pool {printable(str(args.pool))}: {len(config.devices)} devices, {config.segment_count} segments of "
-        f"{format_size(geometry.segment_size)}, stripe width {geometry.stripe_width}, "
-        f"unit {format_size(geometry.stripe_unit)}"
-    )
-    emit(args, document, text)
+    lines = [
+        f"pool {args.pool}: {len(config.devices)} devices, {size_text(size)} in all, "
+        f"{config.segment_count} segments of {format_size(geometry.segment_size)}, "
+        f"stripe width {geometry.stripe_width}, unit {format_size(geometry.stripe_unit)}",
+        *note_lines(result.notes),
+    ]
+    emit(args, document, "\n".join(printable(line) for line in lines))
     return 0
 
 

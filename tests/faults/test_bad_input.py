@@ -479,9 +479,10 @@ def small_ext4(tmp_path: pathlib.Path, size: str) -> Iterator[pathlib.Path]:
 
 def test_format_says_that_the_disk_cannot_hold_what_the_files_may_grow_to(tmp_path: pathlib.Path) -> None:
     with small_ext4(tmp_path, "64M") as disk:
-        status, _, note = kvfs("format", disk / "pool", "--files", "4", "--size", "1G")
-        assert status == 0, note
-        assert re.search(rf"{disk}/pool: the pool may grow to 4G, and its disk has \d+M free", note), note
+        status, said, failures = kvfs("format", disk / "pool", "--files", "4", "--size", "1G")
+        assert (status, failures) == (0, "")
+        assert said.startswith(f"pool {disk}/pool: 4 devices, 4.00G in all, ")
+        assert re.search(rf"\n  note: {disk}/pool: the pool may grow to 4G, and its disk has \d+M free", said), said
 
 
 @pytest.mark.timeout(180)
