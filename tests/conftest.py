@@ -12,8 +12,10 @@ import os
 
 import pytest
 
-pytest_plugins = ["helpers"]
+pytest_plugins = ["helpers", "progress"]
 
+# Fixtures of tests that need a file system: a folder, a pool, a mount.
+_OF_FILES = {"tmp_path", "tmp_path_factory", "service", "own_pool"}
 _LEFT_OUT = pytest.StashKey[int]()
 
 
@@ -24,8 +26,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "smoke: tools/check runs it too, of those that mount")
     config.addinivalue_line("markers", "slow: left out without --run-slow, unless its file is named")
+    config.addinivalue_line("markers", "files: needs a file system; set here, from the fixtures that a test asks for")
     if config.getoption("run_slow"):
         os.environ["KVFS_RUN_SLOW"] = "1"  # for helpers.often(), and inherited by programs that a test starts
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if _OF_FILES.intersection(getattr(item, "fixturenames", ())):
+        item.add_marker("files")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -115,7 +115,7 @@ def test_every_variable_is_in_the_page_on_debugging() -> None:
     texts = [
         (ROOT / file).read_text(errors="replace")
         for file in FILES
-        if file.endswith((".py", ".c", ".cc", ".h", ".service")) or file.startswith("tools/")
+        if file.endswith((".py", ".c", ".cc", ".h", ".service", ".sh")) or file.startswith(("tools/", "tests/tell"))
     ]
     used = {quoted or expanded for text in texts for quoted, expanded in pattern.findall(text)}
     named = set(re.findall(r"`(KVFS_[A-Z0-9_]+)", (ROOT / "docs/debugging.md").read_text()))
