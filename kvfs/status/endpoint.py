@@ -1,14 +1,19 @@
 """The Prometheus endpoint: GET /metrics, and nothing else, for `kvfs mount --metrics` and `kvfs metrics`.
 
 A connection comes from a stranger: few at once, one request each, little memory, and a deadline for the whole exchange.
-A slow request holds one of those places for some seconds, and delays nobody else. HTTP/1.0, by RFC 1945.
+A new connection is never refused. Where all places are taken, one of the peer that has most goes for it: the oldest
+that has not asked yet, else the oldest. So whoever asks at once is answered, however many others are silent. HTTP/1.0,
+by RFC 1945.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import trio
 
@@ -20,6 +25,8 @@ from kvfs.status.numbers import Json
 log = logging.getLogger("kvfs.frontend.endpoint")
 
 CONNECTIONS_MAX = 16
+# Connections that the kernel holds until they are taken: one that speaks waits there behind silent ones.
+_BACKLOG = 1024
 HEAD_MAX = 8192
 # For the request, and again for the answer.
 TIMEOUT_S = 5.0
@@ -41,9 +48,18 @@ async def listen(address: tuple[str, int]) -> list[trio.SocketListener]:
     """Raises KvfsError if the address cannot be listened at."""
     host, port = address
     try:
-        return await trio.open_tcp_listeners(port, host=host, backlog=CONNECTIONS_MAX)
+        return await trio.open_tcp_listeners(port, host=host, backlog=_BACKLOG)
     except OSError as error:
         raise KvfsError(f"metrics: {host}:{port}: {os.strerror(error.errno) if error.errno else error}") from error
+
+
+@dataclass(slots=True, eq=False)
+class _Place:
+    """A connection of a peer, who is an address. Its scope ends it."""
+
+    peer: str
+    scope: trio.CancelScope
+    has_asked: bool = False
 
 
 class Endpoint:
@@ -51,7 +67,8 @@ class Endpoint:
 
     def __init__(self, collect: Collect) -> None:
         self._collect = collect
-        self._places = trio.CapacityLimiter(CONNECTIONS_MAX)
+        # The oldest first.
+        self._places: list[_Place] = []
         self._rendering = trio.CapacityLimiter(1)
 
     async def run(self, listeners: Sequence[trio.SocketListener]) -> None:
@@ -59,24 +76,42 @@ class Endpoint:
 
     async def _serve(self, stream: trio.SocketStream) -> None:
         try:
-            self._places.acquire_nowait()
-        except trio.WouldBlock:
-            await _close(stream)
-            return
-        try:
-            with trio.fail_after(TIMEOUT_S):
-                head = await _head(stream)
-            if head is not None:
+            with self._place(_peer(stream)) as place:
                 with trio.fail_after(TIMEOUT_S):
-                    await stream.send_all(await self._answer(head))
-                    await stream.send_eof()
+                    head = await _head(stream)
+                if head is not None:
+                    place.has_asked = True
+                    with trio.fail_after(TIMEOUT_S):
+                        await stream.send_all(await self._answer(head))
+                        await stream.send_eof()
         except (trio.TooSlowError, trio.BrokenResourceError, trio.ClosedResourceError, OSError):
             log.debug("a scrape was not finished")
         except Exception:
             log.exception("a scrape failed")
         finally:
-            self._places.release()
             await _close(stream)
+
+    @contextmanager
+    def _place(self, peer: str) -> Iterator[_Place]:
+        """One of the places, until it is needed for another."""
+        if len(self._places) >= CONNECTIONS_MAX:
+            last = self._last()
+            self._places.remove(last)
+            last.scope.cancel()
+        with trio.CancelScope() as scope:
+            place = _Place(peer, scope)
+            self._places.append(place)
+            try:
+                yield place
+            finally:
+                if place in self._places:
+                    self._places.remove(place)
+
+    def _last(self) -> _Place:
+        """The place to give away: of the peer with most of them, the oldest, silent ones before those that asked."""
+        most, _ = Counter(place.peer for place in self._places).most_common(1)[0]
+        theirs = [place for place in self._places if place.peer == most]
+        return min(theirs, key=lambda place: place.has_asked)
 
     async def _answer(self, head: bytes) -> bytes:
         method, _, rest = head.partition(b" ")
@@ -89,6 +124,13 @@ class Endpoint:
         # One request at a time, in a thread: the loop that serves the mount goes on.
         text = await trio.to_thread.run_sync(prometheus.render, documents, limiter=self._rendering)
         return _response("200 OK", text if method == b"GET" else b"", prometheus.CONTENT_TYPE)
+
+
+def _peer(stream: trio.SocketStream) -> str:
+    try:
+        return str(stream.socket.getpeername()[0])
+    except OSError:  # it has gone
+        return ""
 
 
 async def _head(stream: trio.SocketStream) -> bytes | None:
