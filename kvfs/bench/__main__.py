@@ -2,6 +2,6 @@
 
 import sys
 
-from kvfs.bench.run import main
+from kvfs.cli import main
 
-sys.exit(main())
+sys.exit(main(["bench", *sys.argv[1:]]))

@@ -24,7 +24,6 @@ import datetime
 import functools
 import json
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -32,6 +31,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvfs import signals
 from kvfs.bench.builds import Build, checked_out, here
 from kvfs.bench.calls import calls_an_operation
 from kvfs.bench.common import (
@@ -426,14 +426,17 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare; 0 if every case ran or was skipped for a reason, whichever build is faster."""
-    try:
-        return _main(_arguments(list(sys.argv[1:] if argv is None else argv)))
-    except UsageError as error:
-        print(f"tools/compare: {error}", file=sys.stderr)
-        return 2
-    except KvfsError as error:
-        print(f"tools/compare: {error}", file=sys.stderr)
-        return 1
+    with signals.handled() as heard:  # so that everything made is removed, however it ends
+        try:
+            return _main(_arguments(list(sys.argv[1:] if argv is None else argv)))
+        except UsageError as error:
+            failure, status = str(error), 2
+        except KvfsError as error:
+            failure, status = str(error), 1
+        except KeyboardInterrupt:
+            failure, status = heard.text, heard.status
+        print(f"tools/compare: {failure}", file=sys.stderr)
+        return status
 
 
 def _main(arguments: argparse.Namespace) -> int:
@@ -441,7 +444,6 @@ def _main(arguments: argparse.Namespace) -> int:
     if arguments.rounds < 1 or arguments.pools < 1:
         raise UsageError("--rounds, --pools: at least 1")
     builds = [checked_out("old", arguments.commit), here("new")]
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that everything made is removed
     binaries = REPOSITORY / "build/bench"
     scale = QUICK if arguments.quick else FULL
     bench = Bench(scale, client=binaries / "bench_client", passthrough_hp=binaries, quick=arguments.quick)

@@ -6,7 +6,6 @@ import argparse
 import functools
 import json
 import shutil
-import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -133,7 +132,6 @@ def _main(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--trace: {arguments.trace}: no such file")
     directory = arguments.directory or REPOSITORY / "build/bench"
     directory.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that everything made is removed
     bench = Bench(
         scale,
         client=arguments.client,

@@ -15,10 +15,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import cast
 
-from kvfs import __version__
+from kvfs import __version__, signals
 from kvfs.cli import completion, events, keeping, mounting, pod, pools, programs, replaying, watching
 from kvfs.cli.arguments import Parser, Verbs, WrongCommandLine
-from kvfs.cli.output import ToldError, error_part, print_json
+from kvfs.cli.output import ToldError, ToldInterrupt, error_part, print_json
 from kvfs.cli.programs import RUN_VERBS
 from kvfs.errors import KvfsError, UsageError, first_error, printable
 
@@ -41,14 +41,16 @@ _VERBS = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["bench"]:
-        return _guarded(lambda: replaying.run_bench(arguments[1:]), False)
+    with signals.handled() as heard:
+        if arguments[:1] == ["bench"]:
+            return _guarded(lambda: replaying.run_bench(arguments[1:]), False, heard)
 
-    def command() -> int:
-        args = parser().parse_args(arguments)
-        return cast(int, args.function(args))
+        def command() -> int:
+            args = parser().parse_args(arguments)
+            args.signals = heard
+            return cast(int, args.function(args))
 
-    return _guarded(command, _asks_for_json(arguments))
+        return _guarded(command, _asks_for_json(arguments), heard)
 
 
 def _asks_for_json(arguments: Sequence[str]) -> bool:
@@ -63,9 +65,9 @@ def _asks_for_json(arguments: Sequence[str]) -> bool:
     )
 
 
-def _guarded(command: Callable[[], int], as_json: bool) -> int:
-    """Turn every failure into one line on stderr and a status, and into a document on stdout if JSON is asked for.
-    KVFS_DEBUG=1 shows the traceback."""
+def _guarded(command: Callable[[], int], as_json: bool, heard: signals.Signals) -> int:
+    """Turn every failure into one line on stderr and a status, and into a document on stdout if JSON is asked for. The
+    end by a signal is one of them. KVFS_DEBUG=1 shows the traceback."""
     debug = os.environ.get("KVFS_DEBUG") == "1"
 
     def fail(error: object, status: int, text: str | None = None) -> int:
@@ -80,8 +82,12 @@ def _guarded(command: Callable[[], int], as_json: bool) -> int:
         return fail(error, 2)
     except KvfsError as error:
         return fail(error, 1)
-    except KeyboardInterrupt:
-        return fail(InterruptedError(errno.EINTR, "interrupted"), 130, "interrupted")
+    except KeyboardInterrupt as error:
+        if heard.status == 0:
+            return 0
+        told = heard.is_until_ended or isinstance(error, ToldInterrupt)
+        failure = ToldError(heard.text) if told else InterruptedError(errno.EINTR, heard.text)
+        return fail(failure, heard.status, heard.text)
     except BrokenPipeError:
         # The reader of our output has closed the pipe; without this the interpreter complains at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -98,7 +104,7 @@ def _guarded(command: Callable[[], int], as_json: bool) -> int:
 
 
 def _fail(error: object, debug: bool, status: int, as_json: bool, text: str | None) -> int:
-    if debug and status != 130:
+    if debug and status < 128:
         import traceback
 
         traceback.print_exc()

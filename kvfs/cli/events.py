@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
-import sys
-from contextlib import suppress
 from datetime import datetime
 
 from kvfs.cli import arguments
@@ -42,11 +39,8 @@ def _events(args: argparse.Namespace) -> int:
             raise UsageError(f"events: --{given[0]} is of --zmq")
     elif args.count is not None or as_json(args) or args.keys:
         raise UsageError("events: --zmq publishes keys, without end and without output: no --count, --keys, -o json")
-    # An interrupt is the usual way out, so it works even if the parent ignores interrupts.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    with suppress(KeyboardInterrupt):
-        _print(args) if args.zmq is None else _publish(args)
+    args.signals.until_ended()
+    _print(args) if args.zmq is None else _publish(args)
     return 0
 
 

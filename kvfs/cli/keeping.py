@@ -126,7 +126,7 @@ def _evict(args: argparse.Namespace) -> int:
     def progress(document: Mapping[str, object]) -> None:
         printer("evicting, bytes", int(cast(int, document.get("freed", 0))), int(cast(int, document.get("wanted", 0))))
 
-    with ControlClient(pool_of(args.target), timeout_s=120.0) as client:
+    with ControlClient(pool_of(args.target)) as client:
         result = client.call("evict", progress, size=args.size, all=args.all)
     printer.close()
     document = cast(Mapping[str, object], result)

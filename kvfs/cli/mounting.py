@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import errno
 import os
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,11 +16,13 @@ from kvfs.cli import arguments
 from kvfs.cli.arguments import Verbs
 from kvfs.cli.output import ProgressPrinter, emit, emit_line, note
 from kvfs.errors import KvfsError, UsageError
+from kvfs.frontend.asking import daemon_pid, stopped
+from kvfs.frontend.holders import Holder, describe, holders, is_stopped
 from kvfs.status import numbers
 
 if TYPE_CHECKING:
     from kvfs.daemon.options import MountOptions
-    from kvfs.frontend.mount import Mount
+    from kvfs.frontend.mount import Mount, ProcessWatch
     from kvfs.virtiofs.exports import Export
 
 UMOUNT_TIMEOUT_S = 120.0
@@ -207,14 +208,14 @@ def add_keep(verbs: Verbs) -> None:
 
 def _keep(args: argparse.Namespace) -> int:
     import logging
-    import signal
 
     from kvfs.virtiofs.exports import listen, parse_export
     from kvfs.virtiofs.relay import keep
 
     path, export = parse_export(args.socket).socket, parse_export(args.export).socket
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    args.signals.until_ended()
+    args.signals.outlive_terminal()  # a guest needs it
     with listen(path) as listener:
         emit_line(args, {"socket": str(path), "export": str(export)})
         try:
@@ -253,19 +254,26 @@ def _umount(args: argparse.Namespace) -> int:
     exports: list[str] = []
     # A pool that does not answer can be unmounted all the same.
     with suppress(KvfsError):
-        exports = _exports_of(pool)
+        exports, _ = _serving(pool)
     watch = _watch_daemon(pool)
     mount.unmount(present.mountpoint, lazy=args.lazy, force=args.force)
-    clean = not exports
+    # Of a daemon that is dead nobody can keep anything.
+    kept = holders(present.device) if watch is not None and not watch.wait(0) else []
+    clean = not exports and not kept
+    here, ends = f"{present.mountpoint}: unmounted", f"kvfs umount {pool} ends that"
     if exports:
-        note(
-            f"{present.mountpoint}: unmounted; the pool is still exported ({', '.join(exports)}): "
-            f"kvfs umount {pool} ends that"
-        )
-    elif watch is not None and not args.lazy:
+        note(f"{here}; the pool is still exported ({', '.join(exports)}): {ends}")
+    if kept:
+        note(f"{here}; the pool is still mounted: {describe(kept)}: {ends}")
+    if clean and watch is not None and not args.lazy:
         clean = _wait_for_end(watch, args.target)
-    emit(args, {"mountpoint": present.mountpoint, "pool": present.source, "clean": clean, "exports": exports})
+    document = {"mountpoint": present.mountpoint, "pool": present.source, "clean": clean, "exports": exports}
+    emit(args, {**document, "held_by": _held_by(kept)})
     return 0
+
+
+def _held_by(kept: Sequence[Holder]) -> list[dict[str, object]]:
+    return [{"mountpoint": holder.mountpoint, "pid": holder.pid, "program": holder.program} for holder in kept]
 
 
 def _refuse_strangers(present: Mount) -> None:
@@ -281,20 +289,27 @@ def _refuse_strangers(present: Mount) -> None:
 
 
 def _end_pool(args: argparse.Namespace, pool: Path) -> int:
-    """Unmount a pool from wherever it is mounted, and end its exports."""
+    """Unmount a pool from wherever it is mounted here, and end its daemon. So its exports end, and its mounts in other
+    namespaces."""
     from kvfs.frontend import mount
     from kvfs.frontend.asking import ControlClient, NotRunningError
 
-    exports = _exports_of(pool)
+    exports, device = _serving(pool)
     watch = _watch_daemon(pool)
-    mountpoints = [present.mountpoint for present in mount.mounts_of(pool)]
+    present = mount.mounts_of(pool)
+    mountpoints = [its.mountpoint for its in present]
     for mountpoint in mountpoints:
         mount.unmount(mountpoint, lazy=args.lazy, force=args.force)
-    if exports:
-        with suppress(NotRunningError), ControlClient(pool) as client:
-            client.call("stop")
-    elif not mountpoints:
-        raise mount.MountError(f"{args.target}: not mounted")
+    kept = [] if device is None else holders(device)
+    if kept and not args.lazy:
+        note(f"{pool}: also mounted: {describe(kept)}: it ends there too, files that are open get 10 s")
+    if exports or not mountpoints or (kept and not args.lazy):
+        try:
+            with ControlClient(pool) as client:
+                client.call("stop")
+        except NotRunningError:
+            if not mountpoints and not exports:
+                raise mount.MountError(f"{args.target}: not mounted") from None
     clean = True
     if watch is not None and not args.lazy:
         clean = _wait_for_end(watch, args.target)
@@ -302,40 +317,40 @@ def _end_pool(args: argparse.Namespace, pool: Path) -> int:
     return 0
 
 
-def _exports_of(pool: Path) -> list[str]:
-    """The sockets that the pool's daemon serves."""
+def _serving(pool: Path) -> tuple[list[str], str | None]:
+    """The sockets that the pool's daemon serves, and the number of its mount."""
     from kvfs.frontend.asking import ControlClient, NotRunningError
 
     try:
         with ControlClient(pool, timeout_s=UMOUNT_STATUS_TIMEOUT_S) as client:
             document = cast(numbers.Json, client.call("status"))
     except NotRunningError:
-        return []
-    return [str(item.get("socket")) for item in numbers.items(document, "exports")]
+        return [], None
+    device = document.get("mount_device")
+    exports = [str(item.get("socket")) for item in numbers.items(document, "exports")]
+    return exports, device if isinstance(device, str) else None
 
 
-def _watch_daemon(pool: Path) -> object:
+def _watch_daemon(pool: Path) -> ProcessWatch | None:
     """The daemon of a pool, held by a pidfd from before the unmount; None if there is none."""
-    from kvfs.errors import PoolError
     from kvfs.frontend.mount import ProcessWatch
-    from kvfs.pool.directory import open_own
 
+    pid = daemon_pid(pool)
     try:
-        with open(open_own(pool / "kvfs.pid", os.O_RDONLY, 0)) as file:
-            return ProcessWatch(int(file.read(32)))
-    except (PoolError, OSError, ValueError):
+        return None if pid is None else ProcessWatch(pid)
+    except (OSError, OverflowError):
         return None
 
 
-def _wait_for_end(watch: object, mountpoint: str) -> bool:
+def _wait_for_end(watch: ProcessWatch, mountpoint: str) -> bool:
     from kvfs.errors import DeadlineError
-    from kvfs.frontend.mount import ProcessWatch
 
-    assert isinstance(watch, ProcessWatch)
     progress, started = ProgressPrinter(), time.monotonic()
     while not watch.wait(0.5):
         waited = time.monotonic() - started
-        progress("writing what is not on the devices yet: seconds", int(waited), 0)
+        if is_stopped(watch.pid):
+            raise DeadlineError(f"{mountpoint}: unmounted, but {stopped(watch.pid)}, to write what is left, and to end")
+        progress("waiting for the daemon to write what is not on the devices yet, and to end: seconds", int(waited), 0)
         if waited > UMOUNT_TIMEOUT_S:
             raise DeadlineError(
                 f"{mountpoint}: unmounted, but the daemon (pid {watch.pid}) has not ended after {waited:.0f} s"

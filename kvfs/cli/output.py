@@ -20,6 +20,10 @@ class ToldError(KvfsError):
     """A failure after which there is a result all the same. In JSON both are one document, which is already printed."""
 
 
+class ToldInterrupt(KeyboardInterrupt):
+    """An interrupt after which there is a result all the same, which is already printed."""
+
+
 def emit(
     args: argparse.Namespace,
     document: Mapping[str, object],

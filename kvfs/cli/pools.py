@@ -177,7 +177,7 @@ def _device_change(args: argparse.Namespace, pool: Path) -> int:
     printer = ProgressPrinter()
     started = time.monotonic()
     try:
-        with ControlClient(pool, timeout_s=120.0) as client:
+        with ControlClient(pool) as client:
             result = client.call(
                 f"device_{args.action}", lambda _: printer("seconds", int(time.monotonic() - started), 0), **asked
             )

@@ -9,7 +9,7 @@ from typing import cast
 
 from kvfs.cli import arguments
 from kvfs.cli.arguments import Verbs
-from kvfs.cli.output import ProgressPrinter, ToldError, emit
+from kvfs.cli.output import ProgressPrinter, ToldError, ToldInterrupt, emit
 from kvfs.errors import KvfsError, UsageError
 
 
@@ -101,7 +101,9 @@ def _replay(args: argparse.Namespace) -> int:
     wrong = sum(record.wrong for record in outcome.records if record is not None)
     failure = ToldError(f"replay: {wrong} blocks of {args.target} were not what was stored") if wrong else None
     emit(args, document, report.render(document), failure)
-    return 130 if outcome.interrupted else 0
+    if outcome.interrupted:
+        raise ToldInterrupt
+    return 0
 
 
 def add_bench(verbs: Verbs) -> None:

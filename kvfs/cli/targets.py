@@ -28,13 +28,13 @@ def pools_mounted() -> list[Path]:
     return sorted({Path(present.source) for present in mount.mounts() if present.is_kvfs})
 
 
-def status_of(pool: Path, timeout_s: float = 15.0) -> Mapping[str, object]:
+def status_of(pool: Path, timeout_s: float | None = None) -> Mapping[str, object]:
     from kvfs.frontend.asking import ControlClient, NotRunningError
     from kvfs.frontend.mount import mounts_of
 
     try:
         with ControlClient(pool, timeout_s) as client:
-            return cast(Mapping[str, object], client.call("status"))
+            return _with_holders(pool, cast(Mapping[str, object], client.call("status")))
     except NotRunningError:
         from kvfs.status.document import offline_status
 
@@ -42,6 +42,20 @@ def status_of(pool: Path, timeout_s: float = 15.0) -> Mapping[str, object]:
         dead = [present.mountpoint for present in mounts_of(pool)]
         notes = [f"{mountpoint}: its daemon is gone; kvfs mount or kvfs umount clears it" for mountpoint in dead]
         return {**document, "advice": [*notes, *cast(list[str], document["advice"])]}
+
+
+def _with_holders(pool: Path, document: Mapping[str, object]) -> Mapping[str, object]:
+    """A pool's status; where no mount point is left and the daemon goes on, with what keeps the mount."""
+    from kvfs.frontend.holders import describe, holders
+
+    device = document.get("mount_device")
+    if document.get("mounts") or not isinstance(device, str):
+        return document
+    kept = [holder for holder in holders(device) if holder.pid is not None]
+    if not kept and document.get("exports"):
+        return document
+    advice = f"unmounted here, and kept by {describe(kept)}: kvfs umount {pool} ends it all the same"
+    return {**document, "advice": [advice, *cast(Sequence[str], document.get("advice", ()))]}
 
 
 def in_a_mount(path: str, mounts: Sequence[object]) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from contextlib import suppress
 from typing import cast
 
 from kvfs.cli import arguments
@@ -95,6 +94,7 @@ def _stats(args: argparse.Namespace) -> int:
             emit(args, change, lambda: render_stats(change))
             return 0
         line = 0
+        args.signals.until_ended()
         while args.count is None or line < args.count:
             before = now
             time.sleep(args.interval)
@@ -116,8 +116,6 @@ def add_top(verbs: Verbs) -> None:
 
 
 def _top(args: argparse.Namespace) -> int:
-    import signal
-
     from kvfs.frontend.asking import ControlClient
     from kvfs.status import top
 
@@ -135,15 +133,12 @@ def _top(args: argparse.Namespace) -> int:
         def survey() -> Json:
             return cast(Json, client.call("list", lambda _: None))
 
-        # An interrupt is the only way out, so it works even if the parent ignores interrupts, as a script's background
-        # does.
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        with suppress(KeyboardInterrupt):
-            if not as_json(args):
-                top.run(status, survey, args.interval, args.count)
-                return 0
-            for change, found in top.looks(status, survey, args.interval, args.count):
-                emit_line(args, {**change, **found})
+        args.signals.until_ended()
+        if not as_json(args):
+            top.run(status, survey, args.interval, args.count)
+            return 0
+        for change, found in top.looks(status, survey, args.interval, args.count):
+            emit_line(args, {**change, **found})
     return 0
 
 
@@ -153,8 +148,6 @@ def add_metrics(verbs: Verbs) -> None:
 
 
 def _metrics(args: argparse.Namespace) -> int:
-    import signal
-
     import trio
 
     from kvfs.status import endpoint, prometheus
@@ -181,7 +174,7 @@ def _metrics(args: argparse.Namespace) -> int:
     def ready(where: str) -> None:
         emit_line(args, {"address": where}, f"metrics at http://{where}/metrics")
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    args.signals.until_ended()
     try:
         trio.run(endpoint.serve, address, collect, ready)
     except BaseExceptionGroup as group:

@@ -11,18 +11,18 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import closing, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import trio
 
 from kvfs.daemon.devices import device_command
+from kvfs.daemon.hearing import Hearing, reload
 from kvfs.daemon.host import fuse_pages, notify_manager, pid_file
 from kvfs.daemon.options import MountOptions, own_limit_ms
-from kvfs.daemon.reporter import Reporter
+from kvfs.daemon.reporter import Reporter, log_level
 from kvfs.errors import KvfsError, UsageError, printable
 from kvfs.frontend import mount as mounting
 from kvfs.frontend.calls import Calls
@@ -30,12 +30,14 @@ from kvfs.frontend.clients import HOSTS_TIMEOUT_S, Clients
 from kvfs.frontend.control import Arguments, Command, ControlServer, Progress
 from kvfs.frontend.foreign import OtherNodes
 from kvfs.frontend.fuse import Session
+from kvfs.frontend.holders import describe, holders
 from kvfs.namespace.files import Namespace
 from kvfs.namespace.foreign import ForeignNames
 from kvfs.namespace.survey import DEPTH_MAX, Survey
 from kvfs.plane import FEED_SIZE, EventType
 from kvfs.status.document import live_counters, live_status
 from kvfs.status.endpoint import Endpoint, listen
+from kvfs.store.evictor import Kept
 from kvfs.store.opening import StoreOptions
 from kvfs.store.store import Store
 from kvfs.types import PAGE_SIZE, InodeNumber
@@ -52,6 +54,9 @@ MAX_READ = 4 << 20
 # Files that are still open when the daemon is told to stop get this long to be closed.
 GRACE_S = 10.0
 ANSWER_TIMEOUT_S = 30.0
+# The last transport goes within that, once the filesystem is unmounted and nobody keeps it.
+_GOING_S = 1.0
+_GOING_POLL_S = 0.1
 # Priority of the threads that answer requests: until they do, the kernel holds a directory's lock, and others wait.
 _NICENESS = -10
 # Threshold of the garbage collector: most objects of a request are freed without it.
@@ -66,9 +71,11 @@ _OPERATIONS = {
 }  # fmt: skip
 
 
-async def serve(options: MountOptions, mountpoint: str | None, reporter: Reporter) -> None:
+async def serve(options: MountOptions, mountpoint: str | None, reporter: Reporter) -> int | None:
+    """Returns the signal that asked for the end, if one did."""
     daemon = Daemon(options, mountpoint)
-    async with Store.open(options.pool, daemon.store_options(reporter)) as store:
+    async with daemon.hearing.listening(), Store.open(options.pool, daemon.store_options(reporter)) as store:
+        log_level(store.config.log_level)
         for note in store.notes:
             reporter.info(note)
         for reason in store.service.missing():
@@ -83,6 +90,7 @@ async def serve(options: MountOptions, mountpoint: str | None, reporter: Reporte
             # From here on pyfuse3 closes the session's end of the socket.
             with closing(Session(namespace, store.plane.session_open())) as session:
                 await daemon.run(store, namespace, session, control, clients, exports, reporter)
+    return daemon.hearing.ended_by
 
 
 def feed_size() -> int:
@@ -112,8 +120,11 @@ class Daemon:
         # Set when the last transport is gone: no request can come any more.
         self._gone = trio.Event()
         self._mounted = False
+        # The number of the mounted filesystem (major:minor), by which others are found that keep it.
+        self._device: str | None = None
         self._ready = False
         self._stop = trio.Event()
+        self.hearing = Hearing(self._stop.set, self._reload)
 
     def store_options(self, reporter: Reporter) -> StoreOptions:
         """The store's options, as the command line has them."""
@@ -187,7 +198,7 @@ class Daemon:
         if self._mountpoint is not None:
             self._store.plane.fuse_add(await self._mount(self._mountpoint))
         # Signals are handled before anybody hears that we are ready: one that comes then must not kill.
-        await nursery.start(self._stop_on_signal)
+        self.hearing.begin()
         nursery.start_soon(self._end_on_stop)
         nursery.start_soon(control.run)
         if self._mountpoint is not None:
@@ -220,6 +231,8 @@ class Daemon:
             )
         )
         self._mounted = True
+        present = mounting.find_mount(mountpoint)
+        self._device = None if present is None else present.device
         return fd
 
     async def _wait_answer(self, mountpoint: str) -> None:
@@ -239,6 +252,12 @@ class Daemon:
         present = mounting.find_mount(self._mountpoint)
         ours = present is not None and present.is_kvfs and present.source == mounting.resolve(self._options.pool)
         return [self._mountpoint] if ours else []
+
+    def _reload(self) -> None:
+        if self._ready and not self._stop.is_set() and not self._gone.is_set():
+            reload(self._store)
+        else:
+            log.info("SIGHUP: ignored: the daemon is %s", "ending" if self._ready else "starting")
 
     # ---- the end ----
 
@@ -268,22 +287,23 @@ class Daemon:
         if hasattr(self, "_clients"):
             self._clients.hang_up()
 
-    async def _stop_on_signal(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-            task_status.started()
-            async for caught in signals:
-                log.info("%s: ending", signal.Signals(caught).name)
-                self._stop.set()
-
     async def _end_on_stop(self) -> None:
         await self._stop.wait()
         notify_manager("STOPPING=1")
         self._store.ending()
-        for mountpoint in self._mounts():
-            await self._unmount(mountpoint)
+        # Also where it is bound to. The upper ones first.
+        for present in reversed(mounting.mounts()):
+            if present.is_kvfs and present.device == self._device:
+                await self._unmount(present.mountpoint)
         self._exports.stop()
         with trio.move_on_after(GRACE_S):
-            await self._gone.wait()
+            with trio.move_on_after(_GOING_S):
+                await self._gone.wait()
+            if not self._gone.is_set() and self._device is not None:
+                kept = await trio.to_thread.run_sync(holders, self._device, abandon_on_cancel=True)
+                log.warning("the mount is kept by %s; it ends with the daemon", describe(kept))
+            while not self._gone.is_set() and self._store.plane.statistics()["open_handles"]:
+                await trio.sleep(_GOING_POLL_S)
         self._gone.set()
 
     async def _unmount(self, mountpoint: str) -> None:
@@ -319,6 +339,10 @@ class Daemon:
         counters = live_counters(self._store, self._clients)
         exports = self._exports.statistics()
         found = live_status(self._store, counters, self._options.pool, self._mounts(), exports, self._started_s)
+        if self._stop.is_set() or self._gone.is_set():
+            found["pool"] = {**cast(dict[str, object], found["pool"]), "state": "ending"}
+        if self._device is not None:
+            found["mount_device"] = self._device
         if self._pod is not None:
             found["pod"] = dict(self._pod.status())
         return found
@@ -386,22 +410,24 @@ class Daemon:
             nonlocal done, wanted
             done, wanted = freed, total
 
-        await self._with_progress(
-            lambda: self._store.evict(size, note), progress, lambda: {"freed": done, "wanted": wanted}
-        )
-        # The evictions are told to the kernel before the answer: a look at the mount after it sees what has gone.
-        with trio.move_on_after(HOSTS_TIMEOUT_S), suppress(KvfsError):
-            await self._store.plane.notify_flush()
+        async def work() -> dict[str, Kept]:
+            await self._store.evict(size, note)
+            # The evictions are told to the kernel before the answer: a look at the mount after it sees what has gone.
+            with trio.move_on_after(HOSTS_TIMEOUT_S), suppress(KvfsError):
+                await self._store.plane.notify_flush()
+            return await self._store.evictor.kept() if size is None or done < wanted else {}
+
+        kept = await self._with_progress(work, progress, lambda: {"freed": done, "wanted": wanted})
         after = live_counters(self._store, self._clients)
         names = ("evicted_segments", "evicted_blocks", "evicted_bytes")
         result: dict[str, object] = {name: after.get(name, 0) - before.get(name, 0) for name in names}
         if size is None or done < wanted:
             result["kept"] = {
                 why: {
-                    "blocks": kept.blocks,
-                    "bytes": kept.bytes,
-                    "names": [os.fsdecode(self._namespace.path(number)) for number in kept.inodes],
+                    "blocks": some.blocks,
+                    "bytes": some.bytes,
+                    "names": [os.fsdecode(self._namespace.path(number)) for number in some.inodes],
                 }
-                for why, kept in (await self._store.evictor.kept()).items()
+                for why, some in cast(dict[str, Kept], kept).items()
             }
         return result

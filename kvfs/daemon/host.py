@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from kvfs.frontend.asking import PID_NAME
 from kvfs.pool.directory import open_own
 
 # One logger name for the whole room: it is in every line of the log.
 log = logging.getLogger(__package__)
 
-PID_NAME = "kvfs.pid"
 FUSE_PAGES = 1024
 FUSE_PAGES_PATH = Path("/proc/sys/fs/fuse/max_pages_limit")
 

@@ -13,6 +13,7 @@ from typing import NoReturn
 
 import trio
 
+from kvfs import signals
 from kvfs.daemon.daemon import serve
 from kvfs.daemon.host import raise_fuse_pages, raise_limits
 from kvfs.daemon.options import MountOptions, check_request_timeout
@@ -35,7 +36,8 @@ def start(options: MountOptions) -> int:
     check_request_timeout(options)
     if options.foreground:
         log_to_stderr(logging.INFO)
-        _run(options, Reporter(None))
+        if _run(options, Reporter(None)) == signals.INTERRUPT:
+            raise KeyboardInterrupt  # told as by each other command
         return os.getpid()
     return _start_in_background(options)
 
@@ -98,6 +100,7 @@ def _child(options: MountOptions, reporter: Reporter) -> NoReturn:
     """The daemon's life after the fork; never returns into the command line."""
     status = 1
     try:
+        signals.reset()
         os.setsid()
         os.chdir("/")
         devnull = os.open(os.devnull, os.O_RDWR)
@@ -134,7 +137,8 @@ def _log_failure(pool: Path, reporter: Reporter) -> None:
     log.exception("the daemon failed")
 
 
-def _run(options: MountOptions, reporter: Reporter) -> None:
+def _run(options: MountOptions, reporter: Reporter) -> int | None:
+    """Serve until the end; returns the signal that asked for it, if one did."""
     mountpoint = None
     mounting.refuse_inside(options.pool, "a pool")
     if options.mountpoint is not None:
@@ -143,6 +147,6 @@ def _run(options: MountOptions, reporter: Reporter) -> None:
         raise_fuse_pages()
     raise_limits()
     try:
-        trio.run(serve, options, mountpoint, reporter)
+        return trio.run(serve, options, mountpoint, reporter)
     except BaseExceptionGroup as group:
         raise first_error(group) from None

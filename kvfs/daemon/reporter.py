@@ -61,7 +61,8 @@ class Reporter:
 def log_to_stderr(level: int) -> None:
     handler = spare(logging.StreamHandler(sys.stderr))
     handler.setFormatter(Escaping(_FORMAT if level <= logging.INFO else "kvfs: %(message)s"))
-    handler.setLevel(level)
+    if level > logging.INFO:
+        handler.setLevel(level)
     # Messages that stderr does not get are kept for the log file.
     early = logging.handlers.MemoryHandler(sys.maxsize, flushLevel=sys.maxsize)
     handlers = [handler, early] if level > logging.INFO else [handler]
@@ -74,11 +75,30 @@ def log_to_file(path: Path) -> None:
     for early in logging.getLogger().handlers:
         if isinstance(early, logging.handlers.MemoryHandler):
             early.setTarget(handler)  # close() below gives all of them to this handler
-    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    logging.basicConfig(level=logging.getLogger().level, handlers=[handler], force=True)
+    _take_output(path)
+
+
+def _take_output(path: Path) -> None:
+    """Output, also of the interpreter, goes into the log."""
     fd = open_own(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.close(fd)
+
+
+def log_again(path: Path) -> None:
+    """The log file may have been rotated: output goes to the new one. Nothing is done for a log on stderr."""
+    if any(isinstance(handler, _LogFile) for handler in logging.getLogger().handlers):
+        try:
+            _take_output(path)
+        except (OSError, PoolError) as error:
+            log.error("%s", error)
+
+
+def log_level(name: str) -> None:
+    """Log what is as important as this level of pool.toml, or more."""
+    logging.getLogger().setLevel(name.upper())
 
 
 class _LogFile(logging.handlers.WatchedFileHandler):

@@ -14,9 +14,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
-from kvfs.errors import DeadlineError, KvfsError
+from kvfs.errors import DeadlineError, KvfsError, PoolError
+from kvfs.frontend.holders import is_stopped
+from kvfs.pool.directory import open_own
 
 SOCKET_NAME = "control.sock"
+PID_NAME = "kvfs.pid"
+# A daemon says something at least once a second, also while a command takes long.
+TIMEOUT_S = 15.0
 
 
 @contextmanager
@@ -48,14 +53,28 @@ def not_yours(pool: Path) -> NotAllowedError:
     return NotAllowedError(f"{pool}: user {os.geteuid()} may not ask its daemon: only root and {owner} may")
 
 
-class ControlClient:
-    """The other end, for the command line: plain blocking calls, each with a deadline."""
+def daemon_pid(pool: Path) -> int | None:
+    """The process id in the pool's pid file; None if there is none that can be read."""
+    try:
+        with open(open_own(pool / PID_NAME, os.O_RDONLY, 0)) as file:
+            return int(file.read(32))
+    except (PoolError, OSError, ValueError):
+        return None
 
-    def __init__(self, pool: Path, timeout_s: float = 15.0) -> None:
+
+def stopped(pid: int) -> str:
+    """The words for a daemon that stands still."""
+    return f"the daemon (pid {pid}) is stopped, by SIGSTOP or a debugger: kill -CONT {pid} lets it go on"
+
+
+class ControlClient:
+    """The other end, for the command line: plain blocking calls. Each word of the daemon has a deadline."""
+
+    def __init__(self, pool: Path, timeout_s: float | None = None) -> None:
         """Raises KvfsError if no daemon listens."""
         self._pool = pool
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        self._socket.settimeout(timeout_s)
+        self._socket.settimeout(TIMEOUT_S if timeout_s is None else timeout_s)
         self._pending = b""
         try:
             with socket_path(pool) as path:
@@ -90,7 +109,9 @@ class ControlClient:
                     continue
                 break
         except TimeoutError as error:
-            raise DeadlineError(f"{self._pool}: the daemon gave no answer to {command!r} in time") from error
+            pid = daemon_pid(self._pool)
+            why = f"the daemon gave no answer to {command!r} for {self._socket.gettimeout():g} s"
+            raise DeadlineError(f"{self._pool}: {stopped(pid) if pid and is_stopped(pid) else why}") from error
         except (OSError, ValueError) as error:
             raise KvfsError(f"{self._pool}: the daemon broke off: {error}") from error
         if not document.get("ok"):

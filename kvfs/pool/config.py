@@ -45,6 +45,8 @@ from kvfs.types import NAME_MAX, PAGE_SIZE
 CONFIG_NAME = "pool.toml"
 SLAB_QUOTA = 0.25
 USER_SHARE = 0.25
+LOG_LEVEL = "info"
+LOG_LEVELS = ("debug", "info", "warning", "error")
 CONFIG_VERSION = 2
 LABEL_TEXT_OFFSET = 4096
 GROUPS_MAX = 64
@@ -91,6 +93,7 @@ class PoolConfig:
     user_share: float = USER_SHARE
     # The nodes that share the pool, if one node does not have it alone.
     pod: PodConfig | None = None
+    log_level: str = LOG_LEVEL
 
     @property
     def segment_count(self) -> int:
@@ -126,6 +129,7 @@ class PoolConfig:
             *([f"revision = {self.revision}"] if self.revision else []),
             *([f"slab_quota = {self.slab_quota}"] if self.slab_quota != SLAB_QUOTA else []),
             *([f"user_share = {self.user_share}"] if self.user_share != USER_SHARE else []),
+            *([f'log_level = "{self.log_level}"'] if self.log_level != LOG_LEVEL else []),
             "",
             "[geometry]",
             f"stripe_width = {self.geometry.stripe_width}",
@@ -231,6 +235,7 @@ def parse(text: str, origin: str, oldest: int = CONFIG_VERSION) -> PoolConfig:
         reader.fraction("slab_quota") if reader.has("slab_quota") else SLAB_QUOTA,
         reader.fraction("user_share") if reader.has("user_share") else USER_SHARE,
         _pod(reader.table("pod")) if reader.has("pod") else None,
+        reader.one_of("log_level", LOG_LEVELS) if reader.has("log_level") else LOG_LEVEL,
     )  # fmt: skip
     reader.finish()
     _check(config, origin)
@@ -357,6 +362,12 @@ class _Reader:
         assert isinstance(value, str)
         if not value or "\0" in value:
             raise PoolError(f"{self._origin}: {self._prefix}{key} is {value!r}; a string that is not empty is needed")
+        return value
+
+    def one_of(self, key: str, choices: Sequence[str]) -> str:
+        value = self.text(key)
+        if value not in choices:
+            raise PoolError(f"{self._origin}: {self._prefix}{key} is {value!r}; one of {', '.join(choices)} is needed")
         return value
 
     def texts(self, key: str, most: int) -> tuple[str, ...]:

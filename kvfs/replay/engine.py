@@ -202,12 +202,24 @@ def _run(run: ffi.CData, total: int, progress: Callable[[int, int], None]) -> bo
     """Run C in a thread of its own, so that this one can report progress and be interrupted. Returns whether it was
     interrupted."""
     results: list[int] = []
-    thread = threading.Thread(target=lambda: results.append(lib.kvfs_replay_run(run)), name="replay")
-    interrupted = False
-    thread.start()
-    while thread.is_alive():
+    # Not join(): after an interrupt in it CPython 3.11 takes a thread that runs for one that has ended. An interrupt
+    # may come at any line: a thread that was started twice plays once.
+    first, ended = threading.Lock(), threading.Event()
+
+    def body() -> None:
+        if first.acquire(blocking=False):
+            try:
+                results.append(lib.kvfs_replay_run(run))
+            finally:
+                ended.set()
+
+    is_started = interrupted = False
+    while not ended.is_set():
         try:
-            thread.join(PROGRESS_INTERVAL_S)
+            if not is_started:
+                threading.Thread(target=body, name="replay").start()
+                is_started = True
+            ended.wait(PROGRESS_INTERVAL_S)
             progress(run.done, total)
         except KeyboardInterrupt:
             run.stop, interrupted = 1, True

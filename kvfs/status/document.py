@@ -101,7 +101,7 @@ def live_status(
     """A pool that is mounted or exported, from its running parts."""
     config, plane, numbers = store.config, store.plane, store.statistics()
     space, segments, now = numbers.space, numbers.segments, time.time()
-    state = "mounted" if mounts or not exports else "exported"
+    state = "mounted" if mounts else "exported" if exports else "mounted elsewhere"
     devices = [_device_part(store, pool, described) for described in config.devices]
     if numbers.rebuilding:
         state += ", rebuilding its index"

@@ -116,6 +116,10 @@ class Evictor:
         self._budget = CopyBudget(len(self._segments.own) * self._segments.area, self._segments.area)
         self._emptying = 0
 
+    def take_groups(self, groups: Groups) -> None:
+        """Other rules, for each segment that is looked at from now on."""
+        self._groups = groups
+
     # Free segments, of which `reserve` are not for writers: below low the evictor works, up to high. As few as writers
     # let it: what stands empty keeps nothing.
 

@@ -48,6 +48,10 @@ class Shares:
         self.size = int(capacity * self._part)
         self._plane.set_share(self.size, self._exempt)
 
+    def take_part(self, part: float) -> None:
+        """Another share from the next resize() on."""
+        self._part = part
+
     def notify(self) -> None:
         """Tell the data plane the holdings that have changed."""
         for user in self._changed:

@@ -60,12 +60,16 @@ class Slabs:
         # have others.
         self._ended: dict[int, _Slab] = {}
         self._lock = trio.Lock()
-        self.quota = int(len(segments.own) * quota)
+        self.take_quota(quota)
         # A slab has these pages of a segment: whole stripe units, so that its I/O is cut where a file's would be.
         unit = segments.geometry.stripe_unit // PAGE_SIZE
         end = segments.geometry.end_page
         self._first_page = unit if end >= 2 * unit else 1
         self._run_pages = (end - unit) // unit * unit if end >= 2 * unit else end - 1
+
+    def take_quota(self, quota: float) -> None:
+        """Slabs that there are stay, also beyond a smaller one."""
+        self.quota = int(len(self._segments.own) * quota)
 
     @property
     def count(self) -> int:

@@ -12,7 +12,7 @@ import os
 from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from errno import EBADMSG
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from kvfs.errors import DeviceError, InUseError, KvfsError, NoSpaceError
 from kvfs.index.lmdb import LmdbIndex, PoolIndexError
 from kvfs.names import Leave
 from kvfs.plane import Event, EventType, Plane, PlaneError
-from kvfs.pool.config import PoolConfig
+from kvfs.pool.config import CONFIG_NAME, PoolConfig, compare
 from kvfs.pool.devices import Device, DeviceAddress
 from kvfs.pool.format import META_CLEAN, META_EPOCH, META_IN_FLIGHT, META_NUMBER, META_OPENING, META_UUID, META_VERSION
 from kvfs.pool.heart import Heart
@@ -492,6 +492,34 @@ class Store:
     @property
     def config(self) -> PoolConfig:
         return self._opened.config
+
+    def take_rules(self, config: PoolConfig) -> tuple[list[str], list[str]]:
+        """Take what may change of a mounted pool from a pool.toml that was read again. Returns what has changed, and
+        what waits for the next mount, as words. PoolError if it describes another pool."""
+        old = self.config
+        compare(config, CONFIG_NAME, old, "the pool that is mounted")
+        new = replace(
+            old, groups=config.groups, slab_quota=config.slab_quota, user_share=config.user_share,
+            log_level=config.log_level,
+        )  # fmt: skip
+        taken = [
+            f"{key} was {getattr(old, key)}, is {getattr(new, key)}"
+            for key in ("log_level", "slab_quota", "user_share") if getattr(old, key) != getattr(new, key)
+        ]  # fmt: skip
+        if new.groups != old.groups:
+            taken.append(f"rules of groups: {len(old.groups)} before, {len(new.groups)} now")
+        waiting = [
+            f"device[{here.index}].path is {here.path}, was {there.path}"
+            for here, there in zip(config.devices, old.devices, strict=True) if here.path != there.path
+        ]  # fmt: skip
+        if config.pod is not None and old.pod is not None and config.pod.password_file != old.pod.password_file:
+            waiting.append("pod.password_file")
+        self._opened.config = new  # also what a change of devices writes
+        self.evictor.take_groups(Groups(self.index, new.groups))
+        self.slabs.take_quota(new.slab_quota)
+        self.shares.take_part(new.user_share)
+        self.blocks.space.update()
+        return taken, waiting
 
     @property
     def devices(self) -> Sequence[Device]:

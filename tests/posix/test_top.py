@@ -85,7 +85,7 @@ def test_top_shows_rates_that_move_and_leaves_on_an_interrupt() -> None:
             screen.wait(r"devices/1 +online")
             screen.wait(r"asked/s 0 ")
             screen.process.send_signal(signal.SIGINT)
-            assert screen.ends() == 0
+            assert screen.ends() == 130
         finally:
             screen.close()
 

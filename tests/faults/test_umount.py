@@ -1,0 +1,144 @@
+"""An unmount while somebody keeps the mount: another mount namespace, a bind mount, or a daemon that stands still."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+from helpers import Pool, assert_same, content, detach, mount_device, process_alive, read_file, run, wait_until
+
+DATA = content(5 << 20)
+# A process elsewhere: it opens a file for writing, says so, and keeps it.
+KEEPER = 'exec 8>"$0/held"; cat >&8; echo here; exec sleep 600'
+
+
+@pytest.fixture
+def pool(own_pool) -> Pool:
+    return own_pool(files=2, size="128M")
+
+
+@contextlib.contextmanager
+def elsewhere(pool: Pool) -> Iterator[subprocess.Popen[bytes]]:
+    """A process in a mount namespace of its own, where it has a file of the mount open."""
+    command = ["unshare", "-m", "--propagation", "private", "bash", "-c", KEEPER, str(pool.mount)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.write(DATA)
+            process.stdin.close()
+            assert process.stdout.readline() == b"here\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def who(process: subprocess.Popen[bytes], pool: Pool) -> str:
+    return f"pid {process.pid} (sleep) in another mount namespace, at {pool.mount}"
+
+
+def test_an_unmount_names_the_namespace_that_keeps_the_mount(pool: Pool) -> None:
+    with elsewhere(pool) as keeper:
+        result = pool.command("umount", str(pool.mount), timeout_s=60)
+        ends = f"kvfs umount {pool.path} ends that"
+        assert (
+            result.stderr == f"kvfs: {pool.mount}: unmounted; the pool is still mounted: {who(keeper, pool)}: {ends}\n"
+        )
+        assert mount_device(pool.mount) is None
+        status = pool.status()
+        assert status["pool"]["state"] == "mounted elsewhere"
+        assert status["advice"][0] == (
+            f"unmounted here, and kept by {who(keeper, pool)}: kvfs umount {pool.path} ends it all the same"
+        )
+        # The advice of each verb leads on.
+        refused = pool.command("mount", str(pool.path), str(pool.mount), check=False)
+        assert refused.returncode == 1 and f"kvfs umount {pool.path} ends it" in refused.stderr
+        pid = pool.pid()
+        result = pool.command("umount", str(pool.path), timeout_s=60)
+        assert who(keeper, pool) in result.stderr
+        assert not process_alive(pid)
+        inside = ["nsenter", "-m", "-t", str(keeper.pid), "stat", "-f", str(pool.mount)]
+        assert "not connected" in run(*inside, check=False).stderr
+        pool.start()
+        assert_same(read_file(pool.mount / "held"), DATA, "a file that was open where the mount was kept")
+
+
+@pytest.mark.slow
+def test_the_pool_is_unmounted_at_once_wherever_it_is_mounted(pool: Pool) -> None:
+    with elsewhere(pool) as keeper:
+        pid = pool.pid()
+        result = pool.command("umount", str(pool.path), "-o", "json", timeout_s=60)
+        assert json.loads(result.stdout)["clean"] is True
+        assert f"also mounted: {who(keeper, pool)}" in result.stderr
+        assert not process_alive(pid)
+
+
+@pytest.mark.slow
+def test_a_signal_ends_the_daemon_wherever_it_is_mounted(pool: Pool, tmp_path: pathlib.Path) -> None:
+    with elsewhere(pool) as keeper:
+        pid = pool.pid()
+        bound = tmp_path / "bound"
+        bound.mkdir()
+        run("mount", "--bind", pool.mount, bound)
+        try:
+            os.kill(pid, signal.SIGTERM)
+            wait_until(lambda: not process_alive(pid), "the end of the daemon")
+            assert mount_device(bound) is None and mount_device(pool.mount) is None
+        finally:
+            detach(bound)
+        assert f"the mount is kept by {who(keeper, pool)}; it ends with the daemon" in pool.log_tail()
+
+
+def test_a_bind_mount_keeps_the_mount_and_goes_with_the_pool(pool: Pool, tmp_path: pathlib.Path) -> None:
+    bound = tmp_path / "bound"
+    bound.mkdir()
+    run("mount", "--bind", pool.mount, bound)
+    try:
+        pid = pool.pid()
+        result = pool.command("umount", str(pool.mount), "-o", "json", timeout_s=60)
+        assert json.loads(result.stdout)["held_by"] == [{"mountpoint": str(bound), "pid": None, "program": ""}]
+        assert f"still mounted: {bound}: kvfs umount {pool.path} ends that" in result.stderr
+        (bound / "file").write_bytes(b"served on")
+        pool.command("umount", str(pool.path), timeout_s=60)
+        assert not process_alive(pid) and mount_device(bound) is None
+    finally:
+        detach(bound)
+
+
+@pytest.mark.slow
+def test_a_lazy_unmount_with_a_file_open_can_be_ended(pool: Pool) -> None:
+    pid = pool.pid()
+    with (pool.mount / "open").open("wb") as file:
+        file.write(b"written")
+        file.flush()
+        pool.command("umount", str(pool.mount), "--lazy", timeout_s=60)
+        assert "kept by files that are open in it" in pool.status()["advice"][0]
+        pool.command("umount", str(pool.path), timeout_s=60)
+        assert not process_alive(pid)
+        with contextlib.suppress(OSError):
+            file.close()
+    pool.start()
+    assert read_file(pool.mount / "open") == b"written"
+
+
+def test_a_pool_that_nobody_serves_is_not_mounted(pool: Pool) -> None:
+    pool.umount()
+    result = pool.command("umount", str(pool.path), check=False)
+    assert (result.returncode, result.stderr) == (1, f"kvfs: {pool.path}: not mounted\n")
+
+
+def test_an_unmount_says_that_the_daemon_is_stopped(pool: Pool) -> None:
+    pid = pool.pid()
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        result = pool.command("umount", str(pool.mount), timeout_s=60, check=False)
+        assert result.returncode == 1
+        assert f"the daemon (pid {pid}) is stopped, by SIGSTOP or a debugger: kill -CONT {pid}" in result.stderr
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    wait_until(lambda: not process_alive(pid), "the end of the daemon")
