@@ -15,7 +15,7 @@ import pytest
 pytest_plugins = ["helpers", "progress"]
 
 # Fixtures of tests that need a file system: a folder, a pool, a mount.
-_OF_FILES = {"tmp_path", "tmp_path_factory", "service", "own_pool"}
+_OF_FILES = {"tmp_path", "tmp_path_factory", "service", "own_pool", "shared_pool"}
 _LEFT_OUT = pytest.StashKey[int]()
 
 

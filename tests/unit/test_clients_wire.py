@@ -44,6 +44,7 @@ from helpers import Pool, in_child, wait_until
 
 from kvfs.record import Inode
 
+pytestmark = pytest.mark.files
 SPACE = b"team/llama"
 READ_ONLY = 1
 NOBODY = 65534

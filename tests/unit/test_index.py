@@ -269,4 +269,5 @@ class Model(RuleBasedStateMachine):
 
 
 TestModel = Model.TestCase
+TestModel.pytestmark = [pytest.mark.files]
 TestModel.settings = settings(max_examples=often(10, 30), stateful_step_count=40)

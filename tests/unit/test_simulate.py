@@ -11,6 +11,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from helpers import slow
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -61,7 +62,7 @@ def test_traces_side_by_side_have_nothing_in_common() -> None:
     assert unique_blocks(both.prompts) == 4
 
 
-@pytest.mark.parametrize("shape", ["agents", "rag"])
+@pytest.mark.parametrize("shape", [slow("agents"), "rag"])
 def test_a_choice_of_segments_that_knows_the_trace_finds_more(shape: str) -> None:
     prompts = invent(shape, 1, 1500).prompts
     capacity = unique_blocks(prompts) // 10
@@ -90,7 +91,8 @@ def test_invented_traces_are_the_same_every_time_and_have_prefixes(shape: str) -
 # Least shares of LRU's hits. Where ended and live sessions lie in the same segments, most of a segment would have to be
 # copied to keep what LRU keeps.
 @pytest.mark.parametrize(("shape", "share", "least"), [
-    ("rag", 0.05, 0.98), ("rag", 0.1, 0.98), ("chats", 0.25, 0.98), ("mixed", 0.25, 0.98), ("agents", 0.1, 0.88),
+    slow("rag", 0.05, 0.98), slow("rag", 0.1, 0.98), ("chats", 0.25, 0.98), slow("mixed", 0.25, 0.98),
+    slow("agents", 0.1, 0.88),
 ])  # fmt: skip
 def test_the_policy_beside_lru_of_single_blocks(shape: str, share: float, least: float) -> None:
     prompts = invent(shape, 1, 4000).prompts
@@ -241,7 +243,7 @@ def test_a_pod_of_one_node_is_the_pool_and_separate_pools_are_pools() -> None:
     assert apart.hits == sum(pool.hits for pool in pools) and apart.written == sum(pool.written for pool in pools)
 
 
-@pytest.mark.parametrize("shape", ["chats", "rag"])
+@pytest.mark.parametrize("shape", [slow("chats"), slow("rag")])
 def test_a_pod_finds_more_than_separate_pools_and_little_less_than_one(shape: str) -> None:
     trace = invent(shape, 1, 1200)
     capacity = unique_blocks(trace.prompts) // 10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +54,20 @@ def test_no_two_files_of_tests_have_one_name() -> None:
 def test_the_slow_ones_run_with_all_in_every_lane() -> None:
     assert all("--run-slow" in given for given in lanes("--all").values())
     assert not any("--run-slow" in given for given in lanes().values())
+
+
+def test_what_takes_hours_has_a_short_case_with_all_and_reads_how_long() -> None:
+    """Each variable by which --long makes a test long is one that a test, or the script itself, reads."""
+    script = (REPOSITORY / "tools/test").read_text()
+    named = {path for given in lanes("--long").values() for path in given if not path.startswith("-")}
+    assert named and all((REPOSITORY / path).exists() for path in named)
+    short = paths_of("--all")
+    assert all(any(Path(path).is_relative_to(place) for place in short) for path in named)
+    texts = [file.read_text() for path in named for file in [*(REPOSITORY / path).glob("*.py"), REPOSITORY / path]
+             if file.is_file()]  # fmt: skip
+    texts.append((REPOSITORY / "tests/helpers.py").read_text())
+    for name in re.findall(r"(KVFS_[A-Z_]+)=\$\{", script):
+        assert any(f'"{name}"' in text for text in texts) or f"${name}" in script or f"({name}" in script, name
 
 
 def test_ci_runs_everything() -> None:
