@@ -180,8 +180,8 @@ def _touch(path: str) -> None:
 def check_mountpoint(path: str | Path, pool: str | Path) -> str:
     """Return the resolved mount point, ready to be mounted on. A dead mount of the same pool is taken away first.
 
-    Raises MountError: missing, no directory, busy, not writable for an unprivileged user, or above the pool it would
-    hide.
+    Raises MountError: missing, no directory, busy, not writable for an unprivileged user, or above or in the pool it
+    would hide.
     """
     resolved, pool_path = resolve(path), resolve(pool)
     present = find_mount(resolved)
@@ -199,8 +199,11 @@ def check_mountpoint(path: str | Path, pool: str | Path) -> str:
         raise MountError(f"{path}: cannot be mounted on: {os.strerror(error.errno or 0)}") from error
     if not stat.S_ISDIR(status.st_mode):
         raise MountError(f"{path}: not a directory")
-    if os.path.commonpath((resolved, pool_path)) == resolved:
+    common = os.path.commonpath((resolved, pool_path))
+    if common == resolved:
         raise MountError(f"{path}: the pool {pool} lies in it and would be hidden by the mount")
+    if common == pool_path:
+        raise MountError(f"{path}: lies in the pool {pool}, whose files the mount would hide; mount it elsewhere")
     if os.geteuid() != 0 and not os.access(resolved, os.W_OK):
         raise MountError(f"{path}: fusermount3 needs write permission there for an unprivileged mount")
     return resolved

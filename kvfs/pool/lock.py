@@ -40,6 +40,20 @@ def locked(
         yield lock
 
 
+def is_locked(pool: Path) -> bool:
+    """Whether somebody has the pool's lock. Writes nothing, so it also knows on a read-only filesystem. PoolError."""
+    if not os.path.lexists(pool / LOCK_NAME):
+        return False
+    fd = open_own(pool / LOCK_NAME, os.O_RDONLY, 0)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class PoolLock:
     """The lock of a pool's directory, which this process holds. Its text names the process."""

@@ -29,7 +29,6 @@ ENDING_S = 60.0
 _POLL_S = 0.1
 # An unknown holder may be on its way in or out; one that only looks is soon done.
 _PATIENCE_S = 2.0
-LOOKING = "being looked at"
 # A wait that lasts longer is reported.
 _QUIET_S = 0.5
 _PF_EXITING = 4
@@ -235,7 +234,7 @@ def wait_claim(
         waited = clock.now() - began
         state = Life.UNKNOWN if beat is None else life(beat, here)
         ending = beat is not None and (state in (Life.GONE, Life.GOING) or bool(beat.flags & BEAT_ENDING))
-        patience_s = _PATIENCE_S if beat is None or beat.use == LOOKING else 0.0
+        patience_s = _PATIENCE_S if beat is None else 0.0
         if waited >= (ENDING_S if ending else patience_s):
             return beat or replace(here, owner=uuids.UUID(int=0), pid=0)
         if tell is not None and ending and not told and waited >= _QUIET_S:

@@ -15,9 +15,8 @@ from kvfs.frontend.clients import Clients
 from kvfs.plane import OPERATIONS
 from kvfs.pool.config import DeviceConfig, PoolConfig, load
 from kvfs.pool.directory import check_owner
-from kvfs.pool.lock import locked
+from kvfs.pool.lock import is_locked
 from kvfs.pool.opening import check_device, device_path, discover, open_device
-from kvfs.pool.owner import LOOKING
 from kvfs.status.numbers import STATUS_VERSION
 from kvfs.store.shares import name_of
 from kvfs.store.store import Store
@@ -53,12 +52,8 @@ def offline_status(pool: Path) -> dict[str, object]:
         config = discover(pool)
         notes.append("pool.toml is missing; the next mount writes it again from the labels")
     state = "not mounted"
-    if (pool / "lock").exists():
-        try:
-            with locked(pool, LOOKING, wait=False):
-                pass
-        except PoolError:
-            state = "in use, without a mount"
+    if is_locked(pool):
+        state = "in use, without a mount"
     devices: list[dict[str, object]] = []
     for described in config.devices:
         path = device_path(pool, described)

@@ -44,13 +44,16 @@ def test_symbolic_links_are_resolved(tmp_path: Path) -> None:
 
 def test_bad_mount_points_are_named(tmp_path: Path) -> None:
     pool = tmp_path / "holder" / "pool"
-    pool.mkdir(parents=True)
+    (pool / "index").mkdir(parents=True)
+    (pool / "devices" / "below").mkdir(parents=True)
     (tmp_path / "file").write_bytes(b"")
     for path, reason in (
         (tmp_path / "none", "No such file"),
         (tmp_path / "file", "not a directory"),
         (pool, "would be hidden"),
         (tmp_path / "holder", "would be hidden"),
+        (pool / "index", "lies in the pool"),
+        (pool / "devices" / "below", "lies in the pool"),
         (Path("/proc"), "busy: "),
     ):
         with pytest.raises(mount.MountError) as caught:
