@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shlex
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -32,6 +33,11 @@ def socket_path(pool: Path) -> Iterator[str]:
         yield f"/proc/self/fd/{directory}/{SOCKET_NAME}"
     finally:
         os.close(directory)
+
+
+def how_to_mount(pool: Path) -> str:
+    """The advice for a pool that is not mounted, as the end of a phrase; empty if it is no pool."""
+    return f": kvfs mount {shlex.quote(str(pool))} MOUNTPOINT" if (pool / "pool.toml").exists() else ", and no pool"
 
 
 class NotRunningError(KvfsError):
@@ -82,7 +88,7 @@ class ControlClient:
         except OSError as error:
             self._socket.close()
             if isinstance(error, (FileNotFoundError, ConnectionRefusedError, NotADirectoryError)):
-                raise NotRunningError(f"{pool}: not mounted") from error
+                raise NotRunningError(f"{pool}: not mounted{how_to_mount(pool)}") from error
             if isinstance(error, PermissionError):
                 raise not_yours(pool) from error
             failure = KvfsError(f"{pool}: {os.strerror(error.errno or 0)}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 import time
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from kvfs.status.numbers import STATUS_VERSION
 from kvfs.store.shares import name_of
 from kvfs.store.store import Store
 from kvfs.types import PAGE_SIZE
+
+_IDLE = "not mounted"
 
 
 def _pool_part(pool: Path, config: PoolConfig, state: str) -> dict[str, object]:
@@ -51,7 +54,7 @@ def offline_status(pool: Path) -> dict[str, object]:
             raise PoolError(f"{pool}: not a kvfs pool (no pool.toml)")
         config = discover(pool)
         notes.append("pool.toml is missing; the next mount writes it again from the labels")
-    state = "not mounted"
+    state = _IDLE
     if is_locked(pool):
         state = "in use, without a mount"
     devices: list[dict[str, object]] = []
@@ -81,7 +84,7 @@ def offline_status(pool: Path) -> dict[str, object]:
         "exports": [],
         "segments": _layout_part(config),
         "devices": devices,
-        "advice": notes,
+        "advice": notes or ([f"kvfs mount {shlex.quote(str(pool))} MOUNTPOINT serves it"] if state == _IDLE else []),
     }
 
 

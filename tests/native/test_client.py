@@ -12,7 +12,7 @@ import pytest
 from helpers import KIB, MIB, REPOSITORY, assert_same, content, opened, read_file, wait_until, write_file
 
 import kvfs
-from kvfs.errors import ClientError, InvalidKeyError, NotMountedError, PutError
+from kvfs.errors import ClientError, InvalidKeyError, KvfsError, NotMountedError, PutError
 
 SIZES = [0, 1, 4095, 4096, 4097, 128 * KIB, MIB + 1, 2 * MIB, 9 * MIB]
 
@@ -58,8 +58,13 @@ def test_the_pool_s_own_directory_is_as_good_as_its_mount_point(own_pool):
         store_file(pool.mount / "team" / "llama" / b"two".hex()[:2] / b"two".hex(), data)
         assert_same(client.get(b"two"), data, "get")
     pool.umount()
-    with pytest.raises(NotMountedError, match="no daemon answers"):
+    with pytest.raises(NotMountedError, match=f"it is not mounted; kvfs mount {pool.path} MOUNTPOINT serves it"):
         kvfs.connect(pool.path, gpu=None)
+    with pytest.raises(KvfsError, match=f"not on a kvfs mount: .*; kvfs mount POOL {pool.mount} mounts a pool there"):
+        kvfs.connect(pool.mount, gpu=None)
+    assert pool.status()["advice"] == [f"kvfs mount {pool.path} MOUNTPOINT serves it"]
+    listed = pool.command("list", str(pool.path), check=False)
+    assert listed.stderr == f"kvfs: {pool.path}: not mounted: kvfs mount {pool.path} MOUNTPOINT\n"
 
 
 def test_a_file_that_is_being_written_is_a_miss_until_it_is_closed(client, block_path):

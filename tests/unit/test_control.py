@@ -153,7 +153,11 @@ async def test_a_socket_left_by_a_dead_daemon_is_replaced(tmp_path: Path) -> Non
 def test_without_a_daemon_the_pool_is_not_mounted(tmp_path: Path) -> None:
     with pytest.raises(KvfsError) as caught:
         ControlClient(tmp_path)
-    assert str(caught.value) == f"{tmp_path}: not mounted"
+    assert str(caught.value) == f"{tmp_path}: not mounted, and no pool"
+    (tmp_path / "pool.toml").touch()
+    with pytest.raises(KvfsError) as caught:
+        ControlClient(tmp_path)
+    assert str(caught.value) == f"{tmp_path}: not mounted: kvfs mount {tmp_path} MOUNTPOINT"
 
 
 @in_trio

@@ -24,7 +24,7 @@ static bool is_pool(const char *path, char pool[PATH_MAX], uint64_t *base) {
 int pool_of(const char *path, char pool[4096], uint64_t *base) {
     struct statx st;
     if (statx(AT_FDCWD, path, AT_STATX_DONT_SYNC, STATX_TYPE | STATX_INO | STATX_MNT_ID, &st) < 0)
-        return client_fail(-errno, "%s: %s", path, strerror(errno));
+        return client_fail(-errno, "%s: %s%s", path, strerror(errno), errno == ENOTCONN ? "; kvfs mount of its pool serves it again" : "");
     if (!S_ISDIR(st.stx_mode))
         return client_fail(-ENOTDIR, "%s: not a directory", path);
     *base = st.stx_ino;
@@ -44,7 +44,7 @@ int pool_of(const char *path, char pool[4096], uint64_t *base) {
         if (strcmp(kind, "fuse.kvfs") != 0 && is_pool(path, pool, base))
             r = 0;
         else if (strcmp(kind, "fuse.kvfs") != 0)
-            r = client_fail(-EINVAL, "%s: not on a kvfs mount: it lies on %s (%s)", path, kind, source);
+            r = client_fail(-EINVAL, "%s: not on a kvfs mount: it lies on %s (%s); kvfs mount POOL %s mounts a pool there", path, kind, source, path);
         else if (source[0] != '/' || strlen(source) >= PATH_MAX)
             r = client_fail(-EINVAL, "%s: the pool of this mount, '%s', is no path from here", path, source);
         else
@@ -104,5 +104,6 @@ int socket_open(struct kvfs_client *client, uint64_t deadline_ns) {
         close(fd);
     if (r == -EACCES)
         return client_fail(r, "%s/control.sock: this user may not connect", client->pool);
-    return client_fail(-ENOTCONN, "%s: no daemon answers: %s", client->pool, strerror(-r));
+    const char *why = r == -ENOENT || r == -ECONNREFUSED ? "it is not mounted" : strerror(-r);
+    return client_fail(-ENOTCONN, "%s: no daemon answers: %s; kvfs mount %s MOUNTPOINT serves it", client->pool, why, client->pool);
 }
