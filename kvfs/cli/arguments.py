@@ -59,10 +59,15 @@ class Verbs:
     def names(self) -> tuple[str, ...]:
         return tuple(self._verbs.choices)
 
+    def parser(self, name: str) -> argparse.ArgumentParser:
+        return self._verbs.choices[name]
+
     def add(self, name: str, function: Function, text: str) -> argparse.ArgumentParser:
         """A verb with a result, which is printed as text or as JSON."""
         sub = self.add_plain(name, text, description=text)
-        sub.add_argument("-o", "--output", choices=("text", "json"), default="text", help="how to print the result")
+        sub.add_argument(
+            "-o", "--output", choices=("text", "json"), default="text", help="form of the result (default: text)"
+        )
         sub.set_defaults(function=function)
         return sub
 

@@ -34,7 +34,7 @@ _VERBS = (
     pools.add_fsck, keeping.add_pins, keeping.add_prestage, keeping.add_evict, pools.add_discover, pools.add_device,
     pod.add_pod,
     pools.add_doctor, pools.add_import, replaying.add_replay, completion.add_completion, programs.add_run_verbs,
-    programs.add_nixl_plugins, replaying.add_bench, completion.add_man,
+    programs.add_nixl_plugins, replaying.add_bench, completion.add_man, completion.add_help,
 )  # fmt: skip
 
 

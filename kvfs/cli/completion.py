@@ -22,10 +22,25 @@ def _completion(top: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     return 0
 
 
+def add_help(verbs: Verbs) -> None:
+    sub = verbs.add_plain("help", "what a verb does, and its arguments: kvfs help mount")
+    sub.add_argument("page", metavar="VERB", nargs="?", choices=(*verbs.names, "help"), help="default: all verbs")
+    sub.set_defaults(function=functools.partial(_help, verbs))
+
+
+def _help(verbs: Verbs, args: argparse.Namespace) -> int:
+    if args.page == "bench":  # its parser is its own
+        from kvfs.cli.replaying import run_bench
+
+        return run_bench(["--help"])
+    (verbs.top if args.page is None else verbs.parser(args.page)).print_help()
+    return 0
+
+
 def add_man(verbs: Verbs) -> None:
     sub = verbs.add_plain("man", "manual pages: kvfs man mount | man -l -")
     page = sub.add_mutually_exclusive_group()
-    page.add_argument("--directory", metavar="DIR", help="write every page there")
+    page.add_argument("--directory", metavar="DIR", help="write every page there (default: print one)")
     sub.set_defaults(function=functools.partial(_man, verbs.top))
     page.add_argument("page", metavar="VERB", nargs="?", choices=verbs.names, help="default: kvfs itself")
 

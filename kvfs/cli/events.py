@@ -19,15 +19,22 @@ def add_events(verbs: Verbs) -> None:
     sub.add_argument("target", metavar="MOUNTPOINT", help="where the pool is mounted, a directory below, or the pool")
     sub.add_argument("namespace", metavar="NAMESPACE", nargs="?", default="", help="a directory below (default: all)")
     sub.add_argument("--keys", action="store_true", help="only blocks of clients, not other files")
-    sub.add_argument("--count", type=arguments.count, metavar="N", help="end after N events")
-    sub.add_argument("--zmq", metavar="ENDPOINT", type=str.strip, help="publish them as vLLM does, tcp://*:5557")
-    sub.add_argument("--replay", metavar="ENDPOINT", type=str.strip, help="where routers ask for lost messages")
+    sub.add_argument("--count", type=arguments.count, metavar="N", help="end after N events (default: never)")
+    sub.add_argument(
+        "--zmq",
+        metavar="ENDPOINT",
+        type=str.strip,
+        help="publish them as vLLM does, tcp://*:5557 (default: print them)",
+    )
+    sub.add_argument(
+        "--replay", metavar="ENDPOINT", type=str.strip, help="where routers ask for lost messages (default: nowhere)"
+    )
     sub.add_argument("--topic", default="", metavar="TOPIC", type=str.strip, help="of messages (default: empty)")
     sub.add_argument("--medium", default="STORAGE", metavar="NAME", type=str.strip, help="of blocks (default STORAGE)")
     sub.add_argument("--rank", default=0, metavar="N", type=arguments.whole, help="data-parallel rank (default 0)")
     sub.add_argument(
         "--hashes", choices=("vllm", "vllm-int", "keys"), default="vllm",
-        help="keys are vLLM's, hash and group; the same, hashes as integers; or whole keys are hashes",
+        help="keys are vLLM's, hash and group (default vllm); the same, hashes as integers; or whole keys are hashes",
     )  # fmt: skip
     sub.add_argument("--arrays", action="store_true", help="events as arrays, for older routers")
 

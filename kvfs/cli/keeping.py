@@ -114,8 +114,14 @@ def add_evict(verbs: Verbs) -> None:
     sub = verbs.add("evict", _evict, "free space now")
     sub.add_argument("target", metavar="POOL|MOUNTPOINT", help="the pool's directory, or where it is mounted")
     amount = sub.add_mutually_exclusive_group(required=True)
-    amount.add_argument("--size", type=arguments.size, metavar="SIZE", help="free at least this much")
-    amount.add_argument("--all", action="store_true", help="evict every block that is neither pinned nor open")
+    amount.add_argument(
+        "--size", type=arguments.size, metavar="SIZE", help="free at least this much; this or --all is required"
+    )
+    amount.add_argument(
+        "--all",
+        action="store_true",
+        help="evict every block that is neither pinned nor open; this or --size is required",
+    )
 
 
 def _evict(args: argparse.Namespace) -> int:

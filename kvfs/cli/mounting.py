@@ -36,7 +36,10 @@ def add_mount(verbs: Verbs) -> None:
     _add_daemon_arguments(sub)
     sub.add_argument("--allow-other", action="store_true", help="let other users in")
     sub.add_argument(
-        "--options", default="", metavar="LIST", help="mount(8) options, comma separated: ro, noexec, suid, dev, ..."
+        "--options",
+        default="",
+        metavar="LIST",
+        help="mount(8) options, comma separated: ro, noexec, suid, dev, ... (default: nosuid,nodev)",
     )
     sub.add_argument(
         "--request-timeout",
@@ -119,17 +122,23 @@ def _add_daemon_arguments(sub: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="SOCKET[,tag=TAG][,queues=N][,memory=TYPE]",
-        help="export by virtio-fs: one front end at a time connects to this socket; once for each",
+        help="export by virtio-fs: one front end at a time connects to this socket; once for each (default: none)",
     )
     sub.add_argument(
         "--force", action="store_true", help="take the pool from another machine that uses it; the mount there ends"
     )
     sub.add_argument(
-        "--metrics", metavar="[HOST:]PORT", help="serve the pool's metrics to Prometheus (kvfs metrics: of all pools)"
+        "--metrics",
+        metavar="[HOST:]PORT",
+        help="serve the pool's metrics to Prometheus; kvfs metrics: of all pools (default: to nobody)",
     )
     sub.add_argument("--foreground", action="store_true", help="stay, and log to stderr")
-    sub.add_argument("--staging", type=arguments.memory_size, metavar="SIZE", help="memory for blocks being written")
-    sub.add_argument("--read-memory", type=arguments.memory_size, metavar="SIZE", help="memory for reads under way")
+    sub.add_argument(
+        "--staging", type=arguments.memory_size, metavar="SIZE", help="memory for blocks being written (default 256M)"
+    )
+    sub.add_argument(
+        "--read-memory", type=arguments.memory_size, metavar="SIZE", help="memory for reads under way (default 128M)"
+    )
     sub.add_argument(
         "--threads", type=arguments.count, metavar="N", help="server threads (default: one a core, at most 8)"
     )
@@ -145,7 +154,7 @@ def _add_daemon_arguments(sub: argparse.ArgumentParser) -> None:
         type=arguments.seconds,
         default=120.0,
         metavar="S",
-        help="give up starting after this long without progress",
+        help="give up starting after this long without progress (default 120)",
     )
 
 
@@ -202,7 +211,7 @@ def add_keep(verbs: Verbs) -> None:
         type=arguments.seconds,
         default=60.0,
         metavar="S",
-        help="without a daemon for this long the guest gets EIO",
+        help="without a daemon for this long the guest gets EIO (default 60)",
     )
 
 

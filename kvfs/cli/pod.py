@@ -41,13 +41,13 @@ def add_pod(verbs: Verbs) -> None:
     sub.add_argument("slot", metavar="SLOT", nargs="?", type=arguments.whole, help="retire: the node that is gone")
     sub.add_argument(
         "--device", action="append", default=[], metavar="PATH|URL",
-        help="create, join: a device of the pod, as in kvfs format; once for each",
+        help="create, join: a device of the pod, as in kvfs format; once for each; required for create",
     )  # fmt: skip
     sub.add_argument(
         "--engine", action="append", default=[], metavar="LIST",
-        help="create: engines that carry news, redis://HOST:PORT[,...]; without passwords",
+        help="create: engines that carry news, redis://HOST:PORT[,...]; without passwords; required",
     )  # fmt: skip
-    sub.add_argument("--nodes", type=arguments.count, metavar="N", help="create: how many nodes may join")
+    sub.add_argument("--nodes", type=arguments.count, metavar="N", help="create: how many nodes may join; required")
     sub.add_argument(
         "--lot",
         type=arguments.count,
@@ -55,15 +55,29 @@ def add_pod(verbs: Verbs) -> None:
         help="create: unit of ownership (default: by the pool's size)",
     )
     sub.add_argument(
-        "--map-size", type=arguments.size, metavar="SIZE", help="create: memory for the names of others' blocks"
+        "--map-size",
+        type=arguments.size,
+        metavar="SIZE",
+        help="create: memory for the names of others' blocks (default: by the pool's size)",
     )
     sub.add_argument(
-        "--lookup-wait", type=arguments.whole, metavar="MS", help="create: a look-up that misses waits so long for news"
+        "--lookup-wait",
+        type=arguments.whole,
+        metavar="MS",
+        help="create: a look-up that misses waits so long for news (default 0)",
     )
-    sub.add_argument("--password-file", metavar="PATH", help="create: file with the engines' password, on each node")
-    sub.add_argument("--stripe-width", type=arguments.count, metavar="W", help="create: as in kvfs format")
-    sub.add_argument("--stripe-unit", type=arguments.size, metavar="SIZE", help="create: as in kvfs format")
-    sub.add_argument("--segment-size", type=arguments.size, metavar="SIZE", help="create: as in kvfs format")
+    sub.add_argument(
+        "--password-file", metavar="PATH", help="create: file with the engines' password, on each node (default: none)"
+    )
+    sub.add_argument(
+        "--stripe-width", type=arguments.count, metavar="W", help="create: default and meaning as in kvfs format"
+    )
+    sub.add_argument(
+        "--stripe-unit", type=arguments.size, metavar="SIZE", help="create: default and meaning as in kvfs format"
+    )
+    sub.add_argument(
+        "--segment-size", type=arguments.size, metavar="SIZE", help="create: default and meaning as in kvfs format"
+    )
     sub.add_argument(
         "--slot", dest="own_slot", type=arguments.whole, metavar="S", help="join: this one (default: the first free)"
     )

@@ -25,12 +25,18 @@ def add_format(verbs: Verbs) -> None:
     sub.add_argument("pool", metavar="POOL", help="directory to make")
     sub.add_argument(
         "--device", action="append", default=[], metavar="PATH|URL",
-        help="a block device, a file, ng:/dev/ngXnY, or nvme-tcp://HOST:PORT/NQN?nsid=N; once for each",
+        help="a block device, a file, ng:/dev/ngXnY, or nvme-tcp://HOST:PORT/NQN?nsid=N; once for each; this or "
+        "--files is required",
     )  # fmt: skip
     sub.add_argument(
-        "--files", type=arguments.count, metavar="N", help="make N files in the pool's own directory the devices"
+        "--files",
+        type=arguments.count,
+        metavar="N",
+        help="make N files in the pool's own directory the devices; this or --device is required",
     )
-    sub.add_argument("--size", type=arguments.size, metavar="SIZE", help="of each of the files (64M, 4G)")
+    sub.add_argument(
+        "--size", type=arguments.size, metavar="SIZE", help="of each of the files (64M, 4G); required with --files"
+    )
     sub.add_argument(
         "--stripe-width", type=arguments.count, metavar="W", help="devices in one segment (default: all, at most 4)"
     )
@@ -101,7 +107,12 @@ def add_import(verbs: Verbs) -> None:
     sub = verbs.add("import", _import, "write a lost pool.toml again, from the labels of its devices")
     sub.add_argument("pool", metavar="POOL", help="the pool's directory")
     sub.add_argument(
-        "--device", action="append", default=[], metavar="PATH", required=True, help="once for each device of the pool"
+        "--device",
+        action="append",
+        default=[],
+        metavar="PATH",
+        required=True,
+        help="required, once for each device of the pool",
     )
 
 

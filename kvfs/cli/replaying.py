@@ -18,12 +18,18 @@ def add_replay(verbs: Verbs) -> None:
 
     sub = verbs.add("replay", _replay, "replay a trace of requests against a directory, as an inference engine would")
     sub.add_argument("trace", metavar="TRACE", help="JSON lines: timestamp (ms), input_length, hash_ids")
-    sub.add_argument("--target", metavar="DIR", required=True, help="where the blocks are; any directory will do")
+    sub.add_argument(
+        "--target", metavar="DIR", required=True, help="required: where the blocks are; any directory will do"
+    )
     sub.add_argument("--native", action="store_true", help="DIR is in a kvfs mount: by libkvfs, not by files")
     size = sub.add_mutually_exclusive_group(required=True)
-    size.add_argument("--model", choices=sorted(MODELS), help="what a token takes, bf16, all ranks")
-    size.add_argument("--bytes-per-token", type=arguments.count, metavar="N", help=f"a block is {BLOCK_TOKENS} tokens")
-    size.add_argument("--block-size", type=arguments.size, metavar="SIZE", help="bytes of a block")
+    size.add_argument(
+        "--model", choices=sorted(MODELS), help="what a token takes, bf16, all ranks; one of these three is required"
+    )
+    size.add_argument(
+        "--bytes-per-token", type=arguments.count, metavar="N", help=f"a block is {BLOCK_TOKENS} tokens; or required"
+    )
+    size.add_argument("--block-size", type=arguments.size, metavar="SIZE", help="bytes of a block; or required")
     pace = sub.add_mutually_exclusive_group()
     pace.add_argument(
         "--time-scale", type=arguments.positive, default=1.0, metavar="X", help="X times as fast (default 1)"
@@ -34,25 +40,37 @@ def add_replay(verbs: Verbs) -> None:
         "--io-threads", type=arguments.count, default=16, metavar="N",
         help="blocks loaded at once, and as many stored (default 16); with --native those of each request",
     )  # fmt: skip
-    sub.add_argument("--skip", type=arguments.whole, default=0, metavar="N", help="leave out the first N requests")
+    sub.add_argument("--skip", type=arguments.whole, default=0, metavar="N", help="leave out the first N (default 0)")
     sub.add_argument("--requests", type=arguments.count, metavar="N", help="replay so many (default: all)")
     sub.add_argument(
-        "--warmup", type=arguments.share, default=0.0, metavar="SHARE", help="of the requests, not counted: 0.3"
+        "--warmup",
+        type=arguments.share,
+        default=0.0,
+        metavar="SHARE",
+        help="of the requests, not counted: 0.3 (default 0)",
     )
     sub.add_argument(
         "--prefill-tokens-per-second", type=arguments.positive, default=8000.0, metavar="N",
         help="what the engine computes, for the time to the first token (default 8000)",
     )  # fmt: skip
     sub.add_argument(
-        "--memory", type=arguments.memory_size, default=1 << 30, metavar="SIZE", help="of blocks on their way (1G)"
+        "--memory",
+        type=arguments.memory_size,
+        default=1 << 30,
+        metavar="SIZE",
+        help="of blocks on their way (default 1G)",
     )
     sub.add_argument("--buffered", action="store_true", help="files without O_DIRECT")
     sub.add_argument("--verify", action="store_true", help="compare every byte that is loaded")
     sub.add_argument("--touch", action="store_true", help="set a file's atime at each load")
     sub.add_argument(
-        "--lru", type=arguments.size, default=0, metavar="SIZE", help="keep at most so much in DIR, by an LRU in memory"
+        "--lru",
+        type=arguments.size,
+        default=0,
+        metavar="SIZE",
+        help="keep at most so much in DIR, by an LRU in memory (default: all)",
     )
-    sub.add_argument("--plot", metavar="FILE.svg", help="draw hit ratio and load latency over time")
+    sub.add_argument("--plot", metavar="FILE.svg", help="draw hit ratio and load latency over time (default: not)")
 
 
 def _replay(args: argparse.Namespace) -> int:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 # Values with these names are no paths; nor are those that the parser converts to a number.
 NO_PATHS = frozenset({"LIST", "HOST:PORT", "[HOST:]PORT"})
+# Completions find mounted pools there (proc(5)).
+MOUNTS = "/proc/self/mounts"
 
 EXIT_STATUS = (
     ("0", "Done."),
@@ -33,6 +35,7 @@ class Argument:
     choices: tuple[str, ...]
     text: str
     is_path: bool
+    is_pool: bool  # a pool, or where one is mounted
     is_command: bool
     optional: bool
     repeated: bool
@@ -54,6 +57,10 @@ class Verb:
     @property
     def positionals(self) -> list[Argument]:
         return [argument for argument in self.arguments if not argument.names]
+
+    @property
+    def asks_for_pool(self) -> bool:
+        return any(argument.is_pool for argument in self.arguments)
 
 
 def read(top: argparse.ArgumentParser) -> tuple[Verb, list[Verb]]:
@@ -86,6 +93,7 @@ def _argument(action: argparse.Action, text: str) -> Argument:
         choices=choices,
         text=text,
         is_path=bool(value) and not choices and action.type is None and value not in NO_PATHS,
+        is_pool=not action.option_strings and bool({"POOL", "MOUNTPOINT"} & set(value.split("|"))),
         is_command=action.nargs == argparse.REMAINDER,
         optional=action.nargs in ("?", "*"),
         repeated=action.nargs in ("*", "+") or isinstance(action, argparse._AppendAction),
@@ -99,6 +107,7 @@ def bash(top: argparse.ArgumentParser) -> str:
     command, verbs = read(top)
     words = [verb.name for verb in verbs] + [name for option in command.options for name in option.names]
     options, values, firsts = [], [], []
+    pools = [verb.name for verb in verbs if verb.asks_for_pool] or ["''"]
     for verb in verbs:
         names = [name for option in verb.options for name in option.names if name.startswith("--")]
         options.append(f"        {verb.name}) options='{' '.join(sorted(names))}' ;;")
@@ -113,6 +122,17 @@ def bash(top: argparse.ArgumentParser) -> str:
                 firsts.append(f"        {verb.name}) {_bash_reply(first.choices)}; return ;;")
     return "\n".join([
         "# bash completion for kvfs; use it with: source <(kvfs completion)",
+        "# Mounted pools and their mount points. No name is expanded.",
+        "_kvfs_pools() {",
+        "    local source point type rest name",
+        "    while read -r source point type rest; do",
+        "        [[ $type == fuse.kvfs ]] || continue",
+        '        for name in "$source" "$point"; do',
+        "            printf -v name '%b' \"$name\"",
+        '            [[ $name != "$word"* ]] || COMPREPLY+=("$name")',
+        "        done",
+        f"    done <{MOUNTS}",
+        "}",
         "_kvfs() {",
         '    local word="${COMP_WORDS[COMP_CWORD]}" verb="${COMP_WORDS[1]}" options=""',
         f"    if ((COMP_CWORD == 1)); then {_bash_reply(words)}; return; fi",
@@ -123,6 +143,7 @@ def bash(top: argparse.ArgumentParser) -> str:
         '        case "$verb" in', *(f"    {line}" for line in firsts), "        esac",
         "    fi",
         '    COMPREPLY=($(compgen -f -- "$word"))',
+        f"    case \"$verb\" in {'|'.join(pools)}) _kvfs_pools ;; esac",
         "}",
         "complete -o filenames -F _kvfs kvfs",
     ])  # fmt: skip
@@ -143,6 +164,15 @@ def zsh(top: argparse.ArgumentParser) -> str:
     return "\n".join([
         "#compdef kvfs",
         "# zsh completion for kvfs: a file _kvfs in $fpath, or after compinit: source <(kvfs completion zsh)",
+        "_kvfs_pools() {",
+        "    local source point type rest",
+        "    local -a found",
+        "    while read -r source point type rest; do",
+        '        [[ $type == fuse.kvfs ]] && found+=("${(g:o:)source}" "${(g:o:)point}")',
+        f"    done <{MOUNTS}",
+        '    compadd -f -- "${found[@]}"',
+        "    _files",
+        "}",
         "_kvfs() {",
         "    local -a verbs=(",
         *(f"        {_zsh_quoted(_zsh_colons(verb.name) + ':' + verb.text)}" for verb in verbs),
@@ -179,6 +209,8 @@ def _zsh_positionals(verb: Verb) -> list[str]:
 
 
 def _zsh_action(argument: Argument) -> str:
+    if argument.is_pool:
+        return "_kvfs_pools"
     return f"({' '.join(argument.choices)})" if argument.choices else "_files" if argument.is_path else " "
 
 
@@ -194,6 +226,11 @@ def fish(top: argparse.ArgumentParser) -> str:
     command, verbs = read(top)
     lines = [
         "# fish completion for kvfs; use it with: kvfs completion fish | source",
+        "function __kvfs_pools",
+        "    while read -l source point type rest",
+        "        test \"$type\" = fuse.kvfs; and printf '%b\\n' $source $point",
+        f"    end <{MOUNTS}",
+        "end",
         "# Whether the command line has this verb, or none; and so many words, where that is asked.",
         "function __kvfs_at",
         "    set -l words (commandline -opc)",
@@ -209,6 +246,8 @@ def fish(top: argparse.ArgumentParser) -> str:
         lines += [_fish_option(verb.name, option) for option in verb.options]
         if not any(positional.is_path for positional in verb.positionals):
             lines.append(f"{here}' -f")
+        if verb.asks_for_pool:
+            lines.append(f"{here}' -a '(__kvfs_pools)'")
         for number, positional in enumerate(verb.positionals, 2):
             if positional.is_command:
                 lines.append(f"{here}' -x -a '(__fish_complete_subcommand --fcs-skip=2)'")

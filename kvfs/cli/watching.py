@@ -15,12 +15,13 @@ from kvfs.errors import KvfsError, UsageError, first_error
 from kvfs.status import numbers
 from kvfs.status.change import difference
 from kvfs.status.numbers import Json
+from kvfs.status.overview import render_overview
 from kvfs.status.text import render_list, render_stats, render_stats_header, render_stats_line, render_status
 
 
 def add_status(verbs: Verbs) -> None:
     sub = verbs.add("status", _status, "devices, segments, use, counters, errors and advice")
-    sub.add_argument("target", metavar="POOL|MOUNTPOINT", nargs="?", help="default: every mounted pool")
+    sub.add_argument("target", metavar="POOL|MOUNTPOINT", nargs="?", help="default: a line for each mounted pool")
 
 
 def _status(args: argparse.Namespace) -> int:
@@ -40,7 +41,7 @@ def _status(args: argparse.Namespace) -> int:
             failures.append(error)
     errors = [{"error": str(error), "errno": error.errno} for error in failures]
     document = {"pools": documents, **({"errors": errors} if errors else {})}
-    emit(args, document, lambda: "\n\n".join(map(render_status, documents)))
+    emit(args, document, lambda: render_overview(documents))
     if not documents and not failures and not as_json(args):
         print("no pool is mounted", file=sys.stderr)
     # Pools of other users are no failure where this user has a pool too.
@@ -72,8 +73,13 @@ def _list(args: argparse.Namespace) -> int:
 def add_stats(verbs: Verbs) -> None:
     sub = verbs.add("stats", _stats, "rates and latencies, once or at an interval")
     sub.add_argument("target", metavar="POOL|MOUNTPOINT", help="the pool's directory, or where it is mounted")
-    sub.add_argument("--interval", type=arguments.seconds, metavar="S", help="a line every S seconds")
-    sub.add_argument("--count", type=arguments.count, metavar="N", help="stop after N lines")
+    sub.add_argument(
+        "--interval",
+        type=arguments.seconds,
+        metavar="S",
+        help="a line every S seconds (default: once, since the mount)",
+    )
+    sub.add_argument("--count", type=arguments.count, metavar="N", help="stop after N lines (default: never)")
     sub.add_argument("--prometheus", action="store_true", help="Prometheus text format")
 
 
@@ -112,7 +118,7 @@ def add_top(verbs: Verbs) -> None:
     sub.add_argument(
         "--interval", type=arguments.seconds, default=1.0, metavar="S", help="draw every S seconds (default 1)"
     )
-    sub.add_argument("--count", type=arguments.count, metavar="N", help="end after N times")
+    sub.add_argument("--count", type=arguments.count, metavar="N", help="end after N times (default: never)")
 
 
 def _top(args: argparse.Namespace) -> int:

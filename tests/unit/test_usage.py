@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import select
@@ -21,8 +22,11 @@ DEADLINE_S = 30
 
 
 def script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """A shell's completion, on a machine where these filesystems are mounted."""
     assert cli.main(["completion", shell]) == 0
-    return capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert text.count("/proc/self/mounts") == 1
+    return text.replace("/proc/self/mounts", str(MOUNTS))
 
 
 def needed(program: str) -> str:
@@ -35,6 +39,8 @@ def needed(program: str) -> str:
 def verbs() -> list[str]:
     return [verb.name for verb in usage.read(parser())[1]]
 
+
+MOUNTS = Path(__file__).with_name("mounts.txt")
 
 # Command lines that end where the key is pressed, what must be offered, and what must not.
 LINES = [
@@ -51,6 +57,8 @@ LINES = [
     ("kvfs pin a", {"a-file"}, set()),
     ("kvfs device list --dr", {"--drain"}, {"--pins"}),
     ("kvfs cufile-run basena", {"basename"}, {"a-file"}),
+    ("kvfs status /srv/a", {"/srv/a-pool"}, {"/srv/no-pool", "/mnt/kv"}),
+    ("kvfs device list /mnt/k", {"/mnt/kv"}, {"/srv/a-pool"}),
 ]
 
 
@@ -133,6 +141,68 @@ def until(master: int, words: str) -> str:
         assert select.select([master], [], [], max(0, deadline - time.monotonic()))[0], f"no {words!r} in {text!r}"
         text += os.read(master, 65536).decode()
     return text
+
+
+def test_a_pool_s_name_is_taken_literally(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = script("bash", capsys)
+    (tmp_path / "mounts").write_text("/srv/$(touch\\040spoilt) /mnt/a\\040b fuse.kvfs rw 0 0\n")
+    text = text.replace(str(MOUNTS), str(tmp_path / "mounts"))
+    call = 'COMP_WORDS=(kvfs status ""); COMP_CWORD=2; _kvfs; printf "%s\\n" "${COMPREPLY[@]}"'
+    found = subprocess.run(["bash", "-c", text + "\n" + call], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert {"/srv/$(touch spoilt)", "/mnt/a b"} <= set(found.stdout.splitlines())
+    assert not (tmp_path / "spoilt").exists()
+
+
+def options() -> list[tuple[str, argparse.Action, bool]]:
+    """Each option with a value of each verb, and whether one of its group has to be given."""
+    (verbs,) = (action for action in parser()._actions if isinstance(action, argparse._SubParsersAction))
+    found = []
+    for name, sub in verbs.choices.items():
+        needed = [a for group in sub._mutually_exclusive_groups if group.required for a in group._group_actions]
+        found += [
+            (name, a, a.required or a in needed)
+            for a in sub._actions
+            if a.option_strings and a.help != argparse.SUPPRESS and (a.nargs != 0 or a in needed)
+        ]
+    return found
+
+
+def test_the_help_of_each_option_says_its_default_or_that_it_is_required() -> None:
+    assert len(options()) > 50
+    for verb, action, is_required in options():
+        words = str(action.help)
+        assert ("required" if is_required else "default") in words or "required" in words, (verb, action.option_strings)
+        number = action.default
+        if number and isinstance(number, (int, float)) and action.nargs != 0:
+            short = f"{number >> 30}G" if isinstance(number, int) and number >= 1 << 30 else f"{number:g}"
+            assert f"default {short}" in words, (verb, action.option_strings, number)
+
+
+def test_defaults_of_parts_are_those_of_the_help() -> None:
+    from kvfs.store.opening import StoreOptions
+
+    texts = {action.option_strings[-1]: str(action.help) for verb, action, _ in options() if verb == "mount"}
+    default = StoreOptions()
+    assert f"default {default.staging_size >> 20}M" in texts["--staging"]
+    assert f"default {default.read_memory_size >> 20}M" in texts["--read-memory"]
+    assert f"default {default.io_timeout_ms}" in texts["--io-timeout"]
+
+
+@pytest.mark.parametrize("verb", ["mount", "bench", "help"])
+def test_help_is_a_verb_too(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.suppress(SystemExit):
+        assert cli.main(["help", verb]) == 0
+    said = capsys.readouterr().out
+    assert f"usage: kvfs {verb} " in said
+    with contextlib.suppress(SystemExit):
+        cli.main([verb, "--help"])
+    assert capsys.readouterr().out == said
+
+
+def test_help_alone_names_the_verbs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["help"]) == 0
+    assert "umount" in capsys.readouterr().out
+    assert cli.main(["help", "moont"]) == 2
 
 
 def test_every_verb_and_option_is_in_every_completion(capsys: pytest.CaptureFixture[str]) -> None:
