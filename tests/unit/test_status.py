@@ -6,6 +6,7 @@ import pytest
 
 from kvfs.status import numbers, prometheus
 from kvfs.status.change import difference
+from kvfs.status.overview import render_overview
 from kvfs.status.text import render_stats, render_stats_header, render_stats_line, render_status
 from kvfs.units import percentile_ns
 
@@ -232,3 +233,29 @@ def test_an_export_s_counters_are_differences_too() -> None:
 def test_a_guest_that_breaks_the_protocol_is_advice() -> None:
     text = render_status(document(exports=[{**EXPORT, "descriptor_errors": 2, "protocol_errors": 1}]))
     assert "export /run/kvfs/vm1.sock: 3 requests or messages that break the protocol" in text
+
+
+def test_an_overview_is_a_line_for_each_pool() -> None:
+    whole = {
+        "pool": {"path": "/srv/a", "state": "mounted"}, "mounts": [{"mountpoint": "/mnt/a"}], "exports": [],
+        "space": {"size": 1 << 30, "used": 1 << 29}, "blocks": 7, "counters": {"blocks_found": 3, "blocks_missed": 1},
+        "advice": ["look at it"],
+    }  # fmt: skip
+    bare = {"pool": {"path": "/srv/b\n", "state": "not mounted"}, "mounts": [], "devices": []}
+    heads, first, second = render_overview([whole, bare]).splitlines()
+    assert heads.split() == ["pool", "mounted", "at", "state", "size", "used", "blocks", "found", "advice"]
+    assert first.split() == [
+        "/srv/a",
+        "/mnt/a",
+        "mounted",
+        numbers.size_text(1 << 30),
+        "50%",
+        "7",
+        "75.0%",
+        "1:",
+        "kvfs",
+        "status",
+        "/srv/a",
+    ]
+    assert second.startswith("/srv/b\\n") and second.split()[-1] == "none"
+    assert render_overview([]) == ""
