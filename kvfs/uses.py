@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from array import array
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from kvfs._native import ffi, lib
 from kvfs.chains import ChainStatistics
@@ -48,6 +48,12 @@ class Uses:
         error = lib.kvfs_inode_touch(self._plane, asked, len(inodes), found)
         if error < 0:
             raise KvfsError(f"block table: touch: {os.strerror(-error)}")
+
+    def told(self, inodes: array[int], budget: int, cost: int, *, found: bool) -> int:
+        """As touch() of these (uint64_t), by somebody who tells so: as long as `budget` bytes last. A block costs so
+        much, and one that was found its size, too. Returns what was used up."""
+        asked = lent(inodes, "uint64_t[]")
+        return budget - cast(int, lib.kvfs_inode_told(self._plane, asked, len(inodes), found, budget, cost))
 
     def done(self, inodes: Sequence[int]) -> None:
         """These are needed no more, as a user says."""

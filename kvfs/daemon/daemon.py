@@ -178,6 +178,7 @@ class Daemon:
                 nursery.start_soon(self._pod.run)
             await nursery.start(Calls(namespace, store.plane).run)
             nursery.start_soon(session.run)
+            nursery.start_soon(clients.run)
             nursery.start_soon(self._start, nursery, control, reporter)
             try:
                 await self._gone.wait()

@@ -23,7 +23,7 @@ import trio
 
 from kvfs.errors import KvfsError
 from kvfs.frontend.asking import SOCKET_NAME, socket_path
-from kvfs.frontend.clients import MAGIC, Peer, Violation, receive, said_what_it_is
+from kvfs.frontend.wire import MAGIC, Peer, Violation, receive, said_what_it_is
 
 log = logging.getLogger(__name__)
 

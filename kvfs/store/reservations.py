@@ -19,7 +19,7 @@ for places that no open segment has, for others' pages, for expiry, and until a 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from errno import EIO, ENOTCONN
@@ -73,6 +73,8 @@ class ReservationStatistics:
 
 # Brings into memory what a block needs for its name, and returns who has that. KvfsError: it cannot have it.
 MakeWay = Callable[[Inode], Inode | None]
+# Called between two parts of a request's work: that of others is done meanwhile.
+Pause = Callable[[], Awaitable[None]]
 
 
 class Reservations:
@@ -136,6 +138,7 @@ class Reservations:
         uid: int,
         timeout_s: float = float("inf"),
         flags: int = 0,
+        pause: Pause = trio.lowlevel.checkpoint,
     ) -> bytes:
         """The answer to a RESERVE, whose items were checked with these flags: a place for each, or -errno: -EFBIG,
         -ENOSPC.
@@ -147,7 +150,7 @@ class Reservations:
         begun = trio.current_time()
         with self._frames.reserve(holder.told, items, count, shards, uid, flags) as frame:
             with trio.move_on_after(min(timeout_s, SPACE_TIMEOUT_S)) as patience, suppress(NoSpaceError, NamesError):
-                await self._reserve(holder, frame)
+                await self._reserve(holder, frame, pause)
             if patience.cancelled_caught:
                 behind = self._segments.waits_for_commit
                 log.warning("a put found no room in %.0f s: %s", trio.current_time() - begun,
@@ -160,7 +163,7 @@ class Reservations:
             self._work.set()
         return answer
 
-    async def _reserve(self, holder: Holder, frame: Reserve) -> None:
+    async def _reserve(self, holder: Holder, frame: Reserve, pause: Pause) -> None:
         head, told = self._segments.head(Stream.CLIENT), frame.told
         told.share_pages = len(self._segments.own) * self._segments.area // _SHARE
         told.open_max = _OPEN_MAX
@@ -173,11 +176,13 @@ class Reservations:
             found = frame.go()
             self._look(holder)
             if found == Next.MORE:
-                await trio.lowlevel.checkpoint()
+                await pause()
             elif found == Next.ROOM:
                 await self._released.wait()
+                await pause()
             elif found == Next.PLACE:
                 await self._place(holder, head, frame)
+                await pause()
             elif found == Next.NAMES:
                 self._index.keep_above(InodeNumber(told.parent))
                 told.loaded = 1
@@ -198,7 +203,9 @@ class Reservations:
 
     # ---- committing ----
 
-    async def commit(self, holder: Holder, items: Part, count: int, make_way: MakeWay) -> tuple[bytes, bool]:
+    async def commit(
+        self, holder: Holder, items: Part, count: int, make_way: MakeWay, pause: Pause = trio.lowlevel.checkpoint
+    ) -> tuple[bytes, bool]:
         """The answers to a COMMIT, whose items were checked: 0 for what entered or was superseded. And whether hosts
         may know what had a name before.
 
@@ -217,7 +224,7 @@ class Reservations:
                     replaced |= self._enter(holder, frame, make_way)
                 if found == Next.MORE or left == _YIELD_EVERY:
                     left = 0
-                    await trio.lowlevel.checkpoint()
+                    await pause()
             await self._secure([_run(run) for run in frame.runs()], bool(frame.told.durable))
             return frame.answers(), replaced
 

@@ -323,6 +323,9 @@ void kvfs_plane_chains(struct kvfs_plane *plane, struct kvfs_chains_statistics *
 void kvfs_set_tick(struct kvfs_plane *plane, uint32_t tick);
 /* Blocks that are used now. found: native clients have read them, which is a hit for each. Missing inodes are passed over. */
 int kvfs_inode_touch(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count, int found);
+/* The same, as a client tells. It can have used so many bytes: each inode costs `cost` of them, and each block that it found its size, too. Those that
+ * cost more than is left are passed over. Returns what is left. */
+uint64_t kvfs_inode_told(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count, int found, uint64_t budget, uint64_t cost);
 /* Blocks that are needed no more, as a user says: they are worth what such blocks were worth so far, until their next use. */
 void kvfs_inode_done(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count);
 /* Beyond share: sealed, and all its users hold more than their share; eviction may take it. Leased: neither, and a lease keeps it. */

@@ -41,7 +41,7 @@ from kvfs.errors import (
     PutError,
     VersionError,
 )
-from kvfs.frontend.clients import VERSIONS
+from kvfs.frontend.wire import VERSIONS
 
 NOBODY = 65534
 

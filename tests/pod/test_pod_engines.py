@@ -19,7 +19,7 @@ from podmounts import NEWS_S, Node, Pod, settle
 import kvfs
 from kvfs.connectors.common import Connection, Done, options_of
 from kvfs.connectors.leases import Leases
-from kvfs.frontend.clients import Type
+from kvfs.frontend.wire import Type
 
 BLOCKS = list(range(COUNT))
 KEYS = [b"block %d" % i for i in range(8)]

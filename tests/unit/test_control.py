@@ -19,8 +19,8 @@ from helpers import lingering
 from kvfs.errors import DeadlineError, KvfsError
 from kvfs.frontend import control as control_room
 from kvfs.frontend.asking import ControlClient
-from kvfs.frontend.clients import MAGIC, VERSIONS, Peer
 from kvfs.frontend.control import Arguments, ControlServer, Progress
+from kvfs.frontend.wire import MAGIC, VERSIONS, Peer
 
 
 def in_trio(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:

@@ -32,11 +32,14 @@ class Connection:
         self.connection = clients._Connection(Clients(store, self.namespace), store, self.namespace, stream, b"")
         self.connection._holder = self.holder = store.reservations.join()
         self.connection._timeout_s = 50.0
+        # Turns are those of users, who have none here.
+        monkeypatch.setattr(self.connection, "_pause", trio.lowlevel.checkpoint)
         self._walk = self.namespace.make_directories
         monkeypatch.setattr(self.namespace, "make_directories", self._count)
 
     def close(self) -> None:
         self.store.reservations.take_back_all(self.holder)
+        self.connection.end()
         self.ours.close()
         self.theirs.close()
 

@@ -96,6 +96,24 @@ int kvfs_inode_touch(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t 
     return 0;
 }
 
+uint64_t kvfs_inode_told(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count, int found, uint64_t budget, uint64_t cost) {
+    for (uint32_t i = 0; i < count && budget >= cost; i++) {
+        struct kvfs_record record;
+        budget -= cost;
+        if (kvfs_table_find_inode(plane->table, inodes[i], &record) < 0)
+            continue;
+        uint64_t size = found ? record.size : 0;
+        if (size > budget)
+            continue;
+        budget -= size;
+        if (found)
+            found_add(plane, &record);
+        else
+            use_renew(plane, record.slot);
+    }
+    return budget;
+}
+
 void kvfs_inode_done(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count) {
     for (uint32_t i = 0; i < count; i++) {
         struct kvfs_record record;

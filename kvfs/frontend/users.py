@@ -1,0 +1,212 @@
+"""Native clients by user: what one user may have of the daemon at one time, however many connections it opens and
+whatever it says there.
+
+The daemon has one thread for all that Python answers. Its work for a user is cut into turns: between two of them
+everybody else's work is done that is ready. Requests and answers that are kept are counted in bytes, by connection and
+by user. A peer that does not read costs its own user nothing but that, for a while: then it is hung up on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from errno import EMFILE
+from time import perf_counter
+from typing import Protocol
+
+import trio
+
+from kvfs.frontend.told import Reads
+from kvfs.frontend.wire import RefusedError
+
+# Of work for one user, between two looks at the others'.
+TURN_S = 0.001
+CONNECTIONS_MAX = 1024
+CONNECTIONS_OF_USER_MAX = 512
+# Bytes of requests and answers that are kept. A request that is alone is kept in any case.
+MEMORY_OF_USER = 64 << 20
+MEMORY_OF_CONNECTION = 16 << 20
+# When room is wanted, the peer that keeps most goes, of those that have not read for so long.
+UNREAD_S = 2.0
+# Blocks to be read again because clients call them bad; reports beyond are dropped.
+CHECKS_MAX = 16
+CHECKS_OF_USER_MAX = 4
+# Threads that wait for other nodes.
+ASKING_OF_USER_MAX = 4
+
+
+class Room:
+    """Bytes that may be kept."""
+
+    def __init__(self, size: int) -> None:
+        self._size, self.kept = size, 0
+        self._freed = trio.Event()
+
+    def has(self, size: int) -> bool:
+        return not self.kept or self.kept + size <= self._size
+
+    def take(self, size: int) -> None:
+        """There may be less room: who waits, waits longer then."""
+        self.kept += size
+
+    def give(self, size: int) -> None:
+        assert 0 <= size <= self.kept, (size, self.kept)
+        self.kept -= size
+        if size:
+            self._freed.set()
+            self._freed = trio.Event()
+
+    async def freed(self) -> None:
+        await self._freed.wait()
+
+
+class Connection(Protocol):
+    """What a user's limits ask of a connection."""
+
+    room: Room
+    # Since when the peer has been waited for to read; None: it is not.
+    unread_since: float | None
+
+    def hang_up(self) -> None: ...
+
+
+class User:
+    """One user. Who calls is a task of one of its connections."""
+
+    def __init__(self, users: Users, uid: int) -> None:
+        self.uid = uid
+        self.connections: set[Connection] = set()
+        self.room = Room(MEMORY_OF_USER)
+        self.checks: set[tuple[int, int]] = set()
+        self.checking = trio.CapacityLimiter(1)
+        self.asking = trio.CapacityLimiter(ASKING_OF_USER_MAX)
+        self.reads = Reads(users.device_count)
+        self._users = users
+        self._spent_s = self._begun_s = 0.0
+        self._waiting: deque[trio.Event] = deque()
+
+    # ---- turns ----
+
+    async def begin(self) -> None:
+        """Return when work for this user may be done. After some, end() or pause() follows."""
+        if self._waiting or self._spent_s >= TURN_S:
+            turn = trio.Event()
+            self._waiting.append(turn)
+            try:
+                await turn.wait()
+            except BaseException:
+                if turn.is_set():
+                    self._pass_on()
+                else:
+                    self._waiting.remove(turn)
+                raise
+        self._begun_s = perf_counter()
+
+    def end(self) -> None:
+        self._spent_s += perf_counter() - self._begun_s
+        self._users.used(self)
+        if self._spent_s < TURN_S:
+            self._pass_on()
+
+    async def pause(self) -> None:
+        """Between two parts of work: others' is done, if this user's turn is over."""
+        self.end()
+        await self.begin()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this turn has lasted long enough."""
+        return self._spent_s + perf_counter() - self._begun_s >= TURN_S
+
+    def renew(self) -> bool:
+        """All others have had a turn. Returns whether somebody has waited for it."""
+        self._spent_s = 0.0
+        return self._pass_on()
+
+    def _pass_on(self) -> bool:
+        if self._waiting:
+            self._waiting.popleft().set()
+            return True
+        return False
+
+    # ---- memory ----
+
+    async def keep(self, connection: Connection, size: int) -> None:
+        """Return when so many bytes of this connection's are counted. give() takes them back."""
+        while not self.keep_nowait(connection, size):
+            own = not connection.room.has(size)
+            with trio.move_on_after(UNREAD_S) as patience:
+                await (connection.room if own else self.room).freed()
+            if patience.cancelled_caught and not own:
+                self._hang_up_on_unread()
+
+    def keep_nowait(self, connection: Connection, size: int) -> bool:
+        """Count these bytes if there is room."""
+        if not (connection.room.has(size) and self.room.has(size)):
+            return False
+        self.room.take(size)
+        connection.room.take(size)
+        return True
+
+    def change(self, connection: Connection, size: int) -> None:
+        """So many bytes more are kept, or less: it is known now."""
+        for room in (connection.room, self.room):
+            if size > 0:
+                room.take(size)
+            else:
+                room.give(-size)
+
+    def leave(self, connection: Connection) -> None:
+        """The connection has ended: nothing of it is kept."""
+        self.room.give(connection.room.kept)
+        connection.room.give(connection.room.kept)
+        self.connections.discard(connection)
+        self._users.forget(self)
+
+    def _hang_up_on_unread(self) -> None:
+        before = trio.current_time() - UNREAD_S
+        unread = [one for one in self.connections if one.unread_since is not None and one.unread_since < before]
+        if unread:
+            max(unread, key=lambda one: one.room.kept).hang_up()
+
+
+class Users:
+    """All users that have connections. `run()` must run."""
+
+    def __init__(self, device_count: int) -> None:
+        self.device_count = device_count
+        self._users: dict[int, User] = {}
+        self._used: dict[User, None] = {}
+        self._busy = trio.Event()
+
+    def enter(self, connection: Connection, uid: int) -> User:
+        """Whose connection it is. RefusedError: there are too many."""
+        user = self._users.get(uid) or User(self, uid)
+        if sum(len(one.connections) for one in self._users.values()) >= CONNECTIONS_MAX:
+            raise RefusedError(EMFILE, f"{CONNECTIONS_MAX} native clients are connected, the most there can be")
+        if len(user.connections) >= CONNECTIONS_OF_USER_MAX:
+            raise RefusedError(
+                EMFILE, f"{CONNECTIONS_OF_USER_MAX} native clients of user {uid} are connected, the most of one user"
+            )
+        self._users[uid] = user
+        user.connections.add(connection)
+        return user
+
+    def forget(self, user: User) -> None:
+        if not user.connections and self._users.get(user.uid) is user:
+            del self._users[user.uid]
+
+    def used(self, user: User) -> None:
+        if not self._used:
+            self._busy.set()
+        self._used[user] = None
+
+    async def run(self) -> None:
+        """Begin turns anew, once all that was ready has been done. Until cancelled."""
+        while True:
+            await self._busy.wait()
+            self._busy = trio.Event()
+            await trio.lowlevel.checkpoint()
+            used, self._used = self._used, {}
+            for user in used:
+                if user.renew():
+                    self.used(user)
