@@ -71,7 +71,7 @@ _CHECKING_MAX = 4
 _OPENING_MAX = 4
 _ASKING_MAX = 16
 _RECEIVE_SIZE = 1 << 16
-# What a request that is answered costs in memory beside its bytes, and an item of RESERVE in its answer.
+# Memory of a request that is answered, beside its bytes; and of an item of RESERVE in its answer.
 _REQUEST_SIZE = 16 << 10
 _RESERVED_SIZE = 512
 # Descriptors of the feed that were sent on a connection and not taken.
@@ -297,7 +297,7 @@ class _Connection:
             self.unread_since = None
 
     async def _hand(self, frame: bytes, open_: Callable[[], Awaitable[list[int]]]) -> None:
-        """Send a short frame with descriptors. None is open while the peer is waited for."""
+        """Send a short frame with descriptors. They are not open while the peer is waited for."""
         with trio.fail_after(FRAME_TIMEOUT_S):
             while frame:
                 await trio.lowlevel.wait_writable(self._now)

@@ -1,4 +1,4 @@
-"""What native clients tell of their reads, as far as it can be: nobody saw them read.
+"""Reads that native clients tell of, as far as they can be: nobody saw them.
 
 Uses order eviction, and totals go into the status. So both are bounded by what the devices could have given in that
 time. Devices are not measured: the bounds are those of a fast one.

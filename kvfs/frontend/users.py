@@ -60,7 +60,7 @@ class Room:
 
 
 class Connection(Protocol):
-    """What a user's limits ask of a connection."""
+    """A connection, as its user's limits see it."""
 
     room: Room
     # Since when the peer has been waited for to read; None: it is not.
@@ -70,7 +70,7 @@ class Connection(Protocol):
 
 
 class User:
-    """One user. Who calls is a task of one of its connections."""
+    """One user. Its callers are tasks of its connections."""
 
     def __init__(self, users: Users, uid: int) -> None:
         self.uid = uid

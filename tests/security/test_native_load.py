@@ -219,7 +219,7 @@ def test_descriptors_that_nobody_takes_are_bounded(pool: Pool) -> None:
         for client in clients:
             client.socket.sendall(frame(EVENTS, struct.pack("<IIQ", 1, 0, 0)) * 300)
             most = max(most, descriptors_of(pool))
-        # What is behind them is answered, once they are taken.
+        # A request behind them is answered, once they are taken.
         for client in clients:
             client.socket.sendall(frame(RELEASE, struct.pack("<Q", 7), 9))
         refused = 0
