@@ -114,7 +114,7 @@ int kvfs_nvme_reservation(struct kvfs_nvme *nvme, enum kvfs_reservation_step ste
 int kvfs_nvme_namespaces(struct kvfs_nvme *nvme, uint32_t *out, uint32_t count);
 /* The entries of a discovery controller; returns how many there are, of which at most `count` are written. The target's nqn is ignored. */
 int kvfs_nvme_discover(const struct kvfs_nvme_target *target, struct kvfs_nvme_subsystem *out, uint32_t count);
-/* The last failure of a kvfs_nvme_ call on this thread, as a message. */
+/* The last failure of a kvfs_nvme_ call on this thread, as a message. The caller knows the address, so it has none. */
 const char *kvfs_nvme_error(void);
 
 /* ---- NVMe passthrough: /dev/ngXnY ---- */

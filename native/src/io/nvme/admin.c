@@ -410,8 +410,7 @@ struct kvfs_nvme {
 };
 
 static int failed(struct kvfs_nvme *nvme, int r) {
-    const struct kvfs_nvme_target *t = &nvme->target;
-    snprintf(message, sizeof(message), "%s:%u: %s", t->host, t->port, nvme->admin.reason);
+    snprintf(message, sizeof(message), "%s", nvme->admin.reason);
     return r;
 }
 

@@ -3,7 +3,9 @@
 
 static uint32_t crc_table[256];
 static pthread_once_t crc_once = PTHREAD_ONCE_INIT;
+#ifdef __x86_64__
 static bool crc_hardware;
+#endif
 
 static void crc_prepare(void) {
     for (uint32_t i = 0; i < 256; i++) {
