@@ -7,10 +7,12 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+from kvfs import errors
+
 if TYPE_CHECKING:
     from kvfs.client.client import Client, connect, events
 
-__all__ = ["Client", "__version__", "connect", "events"]
+__all__ = ["Client", "__version__", "connect", "errors", "events"]
 
 if not __debug__:
     _REFUSAL = "kvfs: python -O: kvfs refuses to run without its assertions, they stand before the devices"

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 
 class KvfsError(Exception):
+    """All that kvfs raises on purpose. `errno` is what the front ends answer with."""
+
     errno = errno.EIO
 
 
@@ -20,6 +22,8 @@ def printable(text: str) -> str:
 
 
 class UsageError(KvfsError):
+    """A request that makes no sense, whatever the state of the pool: wrong options, numbers out of range."""
+
     errno = errno.EINVAL
 
 
@@ -50,14 +54,20 @@ class FormatError(KvfsError):
 
 
 class ChecksumError(FormatError):
+    """Bytes that were read do not have the checksum that was written with them."""
+
     errno = errno.EIO
 
 
 class DeviceError(KvfsError):
+    """A device failed, answered wrongly, or did not answer in time."""
+
     errno = errno.EIO
 
 
 class NoSpaceError(KvfsError):
+    """No room, and nothing that may be evicted for it."""
+
     errno = errno.ENOSPC
 
 
@@ -68,10 +78,14 @@ class ShareError(NoSpaceError):
 
 
 class FileTooLargeError(KvfsError):
+    """A file larger than the pool can hold."""
+
     errno = errno.EFBIG
 
 
 class DeadlineError(KvfsError):
+    """No answer in time: of a daemon, a device, or another node."""
+
     errno = errno.ETIMEDOUT
 
 
@@ -106,6 +120,8 @@ class FreshError(DeadlineError):
 
 
 class NotFoundError(KvfsError):
+    """No such file, directory, pool or mount point."""
+
     errno = errno.ENOENT
 
 
@@ -116,26 +132,38 @@ class StaleInodeError(KvfsError):
 
 
 class ExistsError(KvfsError):
+    """The name is there already."""
+
     errno = errno.EEXIST
 
 
 class NotDirectoryError(KvfsError):
+    """A part of a path is a file."""
+
     errno = errno.ENOTDIR
 
 
 class IsDirectoryError(KvfsError):
+    """A directory is where a file is needed; of a client, a key whose path leads to one."""
+
     errno = errno.EISDIR
 
 
 class NotEmptyError(KvfsError):
+    """A directory that is to be removed or replaced has entries."""
+
     errno = errno.ENOTEMPTY
 
 
 class CrossDeviceError(KvfsError):
+    """A rename or link that would leave the mount, or the node of a pod."""
+
     errno = errno.EXDEV
 
 
 class NotPermittedError(KvfsError):
+    """Allowed to nobody, or to the owner alone."""
+
     errno = errno.EPERM
 
 
@@ -146,18 +174,26 @@ class AccessError(KvfsError):
 
 
 class BusyError(KvfsError):
+    """It is in use: mounted, open, or being changed."""
+
     errno = errno.EBUSY
 
 
 class NotSupportedError(KvfsError):
+    """kvfs does not have this: a kind of file, an attribute, a flag."""
+
     errno = errno.EOPNOTSUPP
 
 
 class InvalidArgumentError(KvfsError):
+    """A value that the call cannot have."""
+
     errno = errno.EINVAL
 
 
 class NameTooLongError(KvfsError):
+    """A name of more than 255 bytes."""
+
     errno = errno.ENAMETOOLONG
 
 

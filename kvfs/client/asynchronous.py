@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import threading
+import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Protocol, Self, TypeVar
 
+from kvfs.client.events import Event, Events
 from kvfs.client.keys import Key, pack
 from kvfs.client.leases import Lease
 from kvfs.client.library import ClientInformation, ClientStatistics, Library
@@ -60,6 +64,8 @@ class BlockingClient(Protocol):
 
     def buffer(self, size: int) -> memoryview: ...
 
+    def events(self, *, keys: bool = True) -> Events: ...
+
     def statistics(self) -> ClientStatistics: ...
 
     def information(self) -> ClientInformation: ...
@@ -93,30 +99,39 @@ class AsyncClient(ABC):
         if_absent: bool = False,
         parents: Sequence[Key | None] | None = None,
     ) -> list[bool]:
+        """As Client.put()."""
         return await self._run(functools.partial(self.client.put, list(items), if_absent=if_absent, parents=parents))
 
     async def fresh(self) -> None:
+        """As Client.fresh()."""
         await self._run(self.client.fresh)
 
     async def exists(self, keys: Iterable[Key], *, fresh: bool = False) -> list[bool]:
+        """As Client.exists()."""
         return await self._run(functools.partial(self.client.exists, keys, fresh=fresh))
 
     async def exists_prefix(self, keys: Iterable[Key], *, fresh: bool = False) -> int:
+        """As Client.exists_prefix()."""
         return await self._run(functools.partial(self.client.exists_prefix, keys, fresh=fresh))
 
     async def sizes(self, keys: Iterable[Key], *, fresh: bool = False) -> list[int | None]:
+        """As Client.sizes()."""
         return await self._run(functools.partial(self.client.sizes, keys, fresh=fresh))
 
     async def get_into(self, items: Iterable[tuple[Key, Pieces]], *, stream: int | None = None) -> list[int | None]:
+        """As Client.get_into()."""
         return await self._run(functools.partial(self.client.get_into, list(items), stream=stream))
 
     async def get_ranges(self, items: Iterable[tuple[Key, int, Pieces]]) -> list[int | None]:
+        """As Client.get_ranges()."""
         return await self._run(functools.partial(self.client.get_ranges, list(items)))
 
     async def get(self, key: Key, *, fresh: bool = False) -> memoryview | None:
+        """As Client.get()."""
         return await self._run(functools.partial(self.client.get, key, fresh=fresh))
 
     async def delete(self, keys: Iterable[Key]) -> list[bool]:
+        """As Client.delete()."""
         return await self._run(functools.partial(self.client.delete, keys))
 
     async def lease(self, keys: Iterable[Key], seconds: float) -> AsyncLease:
@@ -124,16 +139,19 @@ class AsyncClient(ABC):
         return AsyncLease(self, await self._run(functools.partial(self.client.lease, keys, seconds)))
 
     async def release(self, lease: Lease) -> bool:
+        """As Lease.release()."""
         return await self._run(lease.release)
 
-    async def end(self, lease: Lease) -> None:
-        """As the end of `with lease`; a cancellation waits for it."""
-        await self._run_to_end(lease.end)
+    async def end_of(self, call: Callable[[], None]) -> None:
+        """Run the end of one of the client's parts in a thread; a cancellation waits for it."""
+        await self._run_to_end(call)
 
     async def touch(self, keys: Iterable[Key]) -> int:
+        """As Client.touch()."""
         return await self._run(functools.partial(self.client.touch, keys))
 
     async def done(self, keys: Iterable[Key]) -> int:
+        """As Client.done()."""
         return await self._run(functools.partial(self.client.done, keys))
 
     def list(self, after: Key | None = None) -> AsyncKeys:
@@ -145,15 +163,28 @@ class AsyncClient(ABC):
         return await self._run(functools.partial(self.client.library.list_page, after))
 
     async def prestage(self, keys: Iterable[Key]) -> int:
+        """As Client.prestage()."""
         return await self._run(functools.partial(self.client.prestage, keys))
 
     def buffer(self, size: int) -> memoryview:
+        """As Client.buffer(); it waits for nothing."""
         return self.client.buffer(size)
 
+    def events(self, *, keys: bool = True) -> AsyncEvents:
+        """Subscribe as Client.events() does; it waits for nothing. While somebody waits for an event, the subscription
+        takes a thread. Close it before the client."""
+        return AsyncEvents(self, self.client.events(keys=keys))
+
+    async def run(self, call: Callable[[], R]) -> R:
+        """Run a call of the client's parts in a thread, which a cancellation leaves behind."""
+        return await self._run(call)
+
     def statistics(self) -> ClientStatistics:
+        """As Client.statistics(); it waits for nothing."""
         return self.client.statistics()
 
     def information(self) -> ClientInformation:
+        """As Client.information(); it waits for nothing."""
         return self.client.information()
 
     @abstractmethod
@@ -207,9 +238,11 @@ class AsyncLease:
 
     @property
     def held(self) -> list[bool]:
+        """As Lease.held: of each key, whether it is kept."""
         return self._lease.held
 
     async def release(self) -> bool:
+        """As Lease.release()."""
         return await self._view.release(self._lease)
 
     async def __aenter__(self) -> Self:
@@ -218,7 +251,59 @@ class AsyncLease:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._view.end(self._lease)
+        await self._view.end_of(self._lease.end)
+
+
+class AsyncEvents:
+    """Events (events.py) of an asynchronous client: `async with client.events() as events: async for event in events:`.
+    One task at a time may wait."""
+
+    # A thread that a cancellation leaves behind waits on for so long at most.
+    _TURN_S = 1.0
+
+    def __init__(self, view: AsyncClient, events: Events) -> None:
+        self._view, self._events = view, events
+        # A thread that is left behind may find an event: the next that waits has it.
+        self._found: deque[Event] = deque()
+        self._waits = threading.Lock()
+
+    async def next_event(self, timeout_s: float = 0.0) -> Event | None:
+        """As Events.next_event(). A cancellation loses no event."""
+        until = time.monotonic() + timeout_s
+        while not self._found:
+            left_s = until - time.monotonic()
+            await self._view.run(functools.partial(self._fetch, max(0.0, min(left_s, self._TURN_S))))
+            if not self._found and left_s <= 0:
+                return None
+        return self._found.popleft()
+
+    def _fetch(self, timeout_s: float) -> None:
+        with self._waits:
+            if not self._found:
+                event = self._events.next_event(timeout_s)
+                if event is not None:
+                    self._found.append(event)
+
+    async def aclose(self) -> None:
+        """End the subscription; a thread that waits ends within a second."""
+        await self._view.end_of(self._events.close)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Event:
+        """The next event, however long it takes."""
+        while (event := await self.next_event(self._TURN_S)) is None:
+            pass
+        return event
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
 
 
 class AsyncKeys:

@@ -25,7 +25,7 @@ _SLICE_S = 0.1
 
 
 class Reason(IntEnum):
-    """enum kvfs_event_reason."""
+    """The cause of a change: enum kvfs_event_reason of kvfs.h."""
 
     WRITTEN = 1
     REPLACED = 2

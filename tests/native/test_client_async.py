@@ -1,6 +1,7 @@
 """The asynchronous forms: the same calls for trio and asyncio, and what a cancellation leaves behind."""
 
 import asyncio
+import contextlib
 import gc
 import threading
 import weakref
@@ -11,6 +12,7 @@ from helpers import assert_same, content, wait_until
 
 import kvfs
 from kvfs.client import library
+from kvfs.client.events import Stored
 from kvfs.errors import ClientError, DeadlineError, InvalidKeyError
 
 COLOURS = ["trio", "asyncio"]
@@ -197,3 +199,37 @@ def test_close_waits_for_calls_under_way_and_gives_up_in_the_end(directory, monk
     reader.join(10)
     assert destination == b"data"
     client.close()
+
+
+@pytest.mark.parametrize("colour", COLOURS)
+def test_events_come_in_order_and_a_cancelled_wait_loses_none(client, colour):
+    keys = [f"event {i:02}".encode() for i in range(20)]
+
+    async def one(events, found):
+        found.append(await anext(events))
+
+    async def cancelled(events, found):
+        """A wait whose thread is left behind, and finds what is stored after the cancellation."""
+        if colour == "trio":
+            with trio.move_on_after(0.05):
+                await one(events, found)
+        else:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.05):
+                    await one(events, found)
+
+    async def main():
+        view, found = getattr(client, colour)(), []
+        async with view.events() as events:
+            assert await events.next_event(0) is None
+            for key in keys:
+                await cancelled(events, found)
+                await view.put([(key, b"data")])
+            while len(found) < len(keys):
+                await one(events, found)
+            assert [event.key for event in found] == keys and all(isinstance(event, Stored) for event in found)
+            assert await events.next_event(0) is None
+        with pytest.raises(ClientError, match="closed"):
+            await events.next_event(0)
+
+    run(colour, main)
