@@ -36,6 +36,7 @@ from kvfs.errors import (
     StaleInodeError,
 )
 from kvfs.names import step
+from kvfs.namespace import attributes
 from kvfs.namespace.attributes import (
     ALLOCATE_REQUEST,
     HINTS,
@@ -49,8 +50,6 @@ from kvfs.namespace.foreign import ForeignNames
 from kvfs.namespace.hints import ROOT_CALLER, Caller, Hints
 from kvfs.podmap import is_foreign
 from kvfs.record import (
-    GROUP_ATTRIBUTE,
-    GROUP_NAME_MAX,
     KIND_OFFSET,
     LINKS_OFFSET,
     RECORD_LINKS,
@@ -742,21 +741,18 @@ class Namespace:
 
     async def setxattr(self, number: InodeNumber, name: bytes, value: bytes, caller: Caller = ROOT_CALLER) -> None:
         """A pin is charged to the caller."""
+        attributes.check(number, name, value)
         if name in (PIN_ATTRIBUTE, *HINTS) and is_foreign(number):
             raise NotSupportedError(
                 f"inode {number:#x}: another node's block; {name.decode()} is set where it was stored"
             )
         await self._take_over(number)
         if name == PIN_ATTRIBUTE:
-            await self.set_pinned(number, value not in (b"", b"0"), caller.uid)
+            await self.set_pinned(number, value == b"1", caller.uid)
             return
         if name in HINTS:
             self._hints.give(self.get(number), name, value, caller)
             return
-        if name == GROUP_ATTRIBUTE and not 1 <= len(value) <= GROUP_NAME_MAX:
-            raise InvalidArgumentError(
-                f"inode {number}: the name of a group has 1 to {GROUP_NAME_MAX} bytes, not {len(value)}"
-            )
         if name in (SLAB_ATTRIBUTE, SLAB_REQUEST, ALLOCATE_REQUEST):
             await self._preallocate(number, name, value)
             return
@@ -778,8 +774,6 @@ class Namespace:
         if self.get(number).kind != Kind.FILE:
             raise InvalidArgumentError(f"inode {number}: not a file: nothing can be preallocated")
         if name == SLAB_ATTRIBUTE:
-            if value != b"1":
-                raise InvalidArgumentError(f"inode {number}: {SLAB_ATTRIBUTE.decode()} is {value!r}; 1 is possible")
             await self._slabs.choose(number)
             return
         if not value.isdigit() or len(value) > 19:

@@ -88,8 +88,6 @@ class Hints:
 
     def _keep(self, inode: Inode, name: bytes, value: bytes, user: int) -> None:
         number = inode.inode
-        if not value.isdigit() or len(value) > 9:
-            raise InvalidArgumentError(f"inode {number}: {name.decode()} is {value!r}; seconds are possible, 0 to 3600")
         if not inode.sealed:
             raise InvalidArgumentError(f"inode {number}: being written; {name.decode()} can be set once it is closed")
         if int(value) == 0:

@@ -190,12 +190,12 @@ def test_rmdir_while_the_other_has_something_there(here: pathlib.Path, there: pa
 
 def test_extended_attributes_are_read(here: pathlib.Path, there: pathlib.Path) -> None:
     (here / "a").write_bytes(block(21))
-    os.setxattr(here / "a", b"user.kvfs.test", b"value")
+    os.setxattr(here / "a", b"user.test", b"value")
     with (here / "a").open("r+b"):
         pass
     found(there / "a", block(21))
     with contextlib.suppress(OSError):
-        assert os.getxattr(there / "a", b"user.kvfs.test") == b"value"
+        assert os.getxattr(there / "a", b"user.test") == b"value"
     with pytest.raises(OSError) as error:
         os.getxattr(there / "a", b"user.kvfs.none")
     assert error.value.errno == errno.ENODATA

@@ -160,3 +160,20 @@ def _listxattr(path, size):
     if result < 0:
         raise OSError(ctypes.get_errno(), "listxattr")
     return result
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("pinned", b"1"), ("", b"1"), ("Pin", b"1"), ("pin", b"yes"), ("pin", b""), ("slab", b"0"), ("keep", b"soon"),
+     ("keep", b"3601"), ("group", b""), ("group", b"g" * 256), ("parent", b""), ("parent", b"/")],
+)  # fmt: skip
+def test_a_name_of_kvfs_that_it_does_not_have_is_refused_and_a_value_too(directory, is_kvfs, name, value):
+    """Else a mistyped one is kept, and does nothing."""
+    if not is_kvfs:
+        pytest.skip("these names are kvfs's own")
+    path = directory / "block"
+    write_file(path, b"x")
+    with raises_errno(errno.EINVAL):
+        os.setxattr(path, f"user.kvfs.{name}", value)
+    assert os.listxattr(path) == []
+    os.setxattr(path, "user.kvf", b"1")  # everybody's
