@@ -50,3 +50,32 @@ def format_size(size: int) -> str:
         if size and size % _UNITS[unit] == 0:
             return f"{size // _UNITS[unit]}{unit}"
     return str(size)
+
+
+def size_text(size: float) -> str:
+    """1536 -> 1.50K, 1023 * 1024 -> 1023K: two decimals below a hundred, none above, and never a power of ten."""
+    for suffix in ("", "K", "M", "G", "T"):
+        # 1023.7 of a unit reads as 1.00 of the next one, not as 1024.
+        if round(abs(size)) < 1024:
+            return f"{size:.{2 if suffix and abs(size) < 100 else 0}f}{suffix}"
+        size /= 1024
+    return f"{size:.2f}P"
+
+
+def told_size(size: int) -> str:
+    """A size for a message: exact, and short where that needs no rounding: 36M, else 36.0M (37748737 bytes)."""
+    exact = format_size(size)
+    return f"{size_text(size)} ({size} bytes)" if exact.isdigit() and size >= 1024 else exact
+
+
+def counted(count: float, noun: str) -> str:
+    """1 block, 2 blocks, 0 entries: a count with its noun, which is given as one."""
+    return f"{count:.0f} {noun if count == 1 else plural(noun)}"
+
+
+def plural(noun: str) -> str:
+    """Of English as kvfs needs it: directory -> directories, device -> devices, thing damaged -> things damaged."""
+    first, _, rest = noun.partition(" ")
+    if first.endswith("y") and first[-2:-1] not in "aeiou":
+        first = f"{first[:-1]}ie"
+    return f"{first}{'es' if first.endswith(('ch', 's', 'x')) else 's'} {rest}".rstrip()

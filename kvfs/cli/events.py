@@ -10,6 +10,7 @@ from kvfs.cli import arguments
 from kvfs.cli.arguments import Verbs
 from kvfs.cli.output import as_json, emit_line, note
 from kvfs.errors import UsageError, printable
+from kvfs.units import counted
 
 
 def add_events(verbs: Verbs) -> None:
@@ -80,7 +81,7 @@ def _document(event: object) -> dict[str, object]:
 def _line(document: dict[str, object]) -> str:
     kind = document["event"]
     if kind == "gap":
-        return f"gap      {document['lost']} changes are lost, the last is {document['number']}"
+        return f"gap      {counted(int(str(document['lost'])), 'change')} lost, the last is {document['number']}"
     path = printable(str(document["path"]))
     if kind == "reset":
         return f"reset    {document['reason']:8} anything may have changed below /{path}"

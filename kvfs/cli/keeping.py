@@ -16,8 +16,8 @@ from kvfs.cli.arguments import Verbs
 from kvfs.cli.output import ProgressPrinter, ToldError, as_json, emit, note
 from kvfs.cli.targets import in_a_mount, pool_of
 from kvfs.errors import KvfsError
-from kvfs.status.numbers import size_text
 from kvfs.status.text import render_evicted
+from kvfs.units import counted, size_text, told_size
 
 
 def add_pins(verbs: Verbs) -> None:
@@ -104,9 +104,9 @@ def _prestage(args: argparse.Namespace) -> int:
     printer = ProgressPrinter()
     done = prestage(args.paths, args.threads, lambda bytes_: printer("read, bytes", bytes_, 0))
     printer.close()
-    emit(args, asdict(done), f"{done.blocks} blocks of {size_text(done.bytes)} in the page cache")
+    emit(args, asdict(done), f"{counted(done.blocks, 'block')} of {size_text(done.bytes)} in the page cache")
     if done.missed and not as_json(args):
-        note(f"{done.missed} blocks were gone, or could not be read")
+        note(f"{counted(done.missed, 'block')} gone, or not to be read")
     return 0
 
 
@@ -136,8 +136,8 @@ def _evict(args: argparse.Namespace) -> int:
         result = client.call("evict", progress, size=args.size, all=args.all)
     printer.close()
     document = cast(Mapping[str, object], result)
-    failure = None
-    if args.size is not None and cast(int, document.get("evicted_bytes", 0)) < args.size:
-        failure = ToldError(f"{args.target}: {document.get('evicted_bytes')} of {args.size} bytes could be evicted")
+    failure, evicted = None, cast(int, document.get("evicted_bytes", 0))
+    if args.size is not None and evicted < args.size:
+        failure = ToldError(f"{args.target}: {size_text(evicted)} of {told_size(args.size)} could be evicted")
     emit(args, document, render_evicted(document), failure)
     return 0

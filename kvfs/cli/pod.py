@@ -16,6 +16,7 @@ from kvfs.cli.output import as_json, emit, note, note_lines
 from kvfs.cli.pools import expanded, refuse_inside
 from kvfs.cli.targets import pool_of
 from kvfs.errors import KvfsError, UsageError, printable
+from kvfs.units import counted
 
 if TYPE_CHECKING:
     from kvfs.pod.doctor import Finding
@@ -142,9 +143,9 @@ def _create(args: argparse.Namespace) -> int:
         "notes": list(result.notes),
     }
     lines = [
-        f"pod {args.target}: {len(config.devices)} devices, {config.segment_count} segments of "
-        f"{format_size(config.geometry.segment_size)} in lots of {config.pod.lot}, for {config.pod.nodes} nodes; this "
-        f"one is slot {node.slot}",
+        f"pod {args.target}: {counted(len(config.devices), 'device')}, {counted(config.segment_count, 'segment')} of "
+        f"{format_size(config.geometry.segment_size)} in lots of {config.pod.lot}, for "
+        f"{counted(config.pod.nodes, 'node')}; this one is slot {node.slot}",
         *note_lines(result.notes),
     ]
     emit(args, document, "\n".join(printable(line) for line in lines))
@@ -265,7 +266,8 @@ def _status_lines(document: Json, states: Sequence[SlotState]) -> list[str]:
 
     own, daemon = document["slot"], cast("Json | None", document["daemon"])
     lines = [
-        f"pod {document['uuid']}: {document['nodes']} slots, {document['segment_count']} segments in lots of "
+        f"pod {document['uuid']}: {counted(cast(int, document['nodes']), 'slot')}, "
+        f"{counted(cast(int, document['segment_count']), 'segment')} in lots of "
         f"{document['lot']}; this node is {'not joined' if own is None else f'slot {own}'}",
         *(f"engine {url}" for url in cast(list[str], document["engine"])),
         *(line.strip() for line in pod_lines({"pod": daemon})),
@@ -285,7 +287,7 @@ def _status_lines(document: Json, states: Sequence[SlotState]) -> list[str]:
     lines += table(rows, left=len(rows[0]))
     frozen = sum(state.lots for state in states if state.frozen)
     if frozen:
-        lines.append(f"{frozen} lots are frozen: all nodes read them, none writes them")
+        lines.append(f"frozen: {counted(frozen, 'lot')}, which all nodes read and none writes")
     return [printable(line) for line in lines]
 
 

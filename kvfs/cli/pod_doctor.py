@@ -18,8 +18,8 @@ from kvfs.pod.url import parse_urls
 from kvfs.pool.config import PoolConfig
 from kvfs.pool.joining import SlotState, slot_states
 from kvfs.pool.node import load_node
-from kvfs.status.numbers import size_text
 from kvfs.store.opening import MAP_ENTRY_SIZE, map_entries
+from kvfs.units import counted, size_text
 
 # The map beside all else that a node of a GPU cluster keeps in memory.
 MAP_MEMORY_SHARE = 0.5
@@ -62,7 +62,7 @@ def examine_map(config: PoolConfig, memory: int) -> Finding:
     """Its memory, beside this machine's."""
     entries = map_entries(config)
     size = entries * MAP_ENTRY_SIZE
-    text = f"{entries:,} names of others, {size_text(size)} of this machine's {size_text(memory)}"
+    text = f"others' names {entries:,}, {size_text(size)} of this machine's {size_text(memory)}"
     if size > MAP_MEMORY_SHARE * memory:
         action = "a smaller map_size in pool.toml, or more memory: the map is touched all over once it has some names"
         return Finding("pod map", "missing", text, action)
@@ -85,7 +85,7 @@ def examine_pages(config: PoolConfig, states: Sequence[SlotState], own: int | No
         findings.append(Finding("this node", "ok", f"slot {own}, {states[own].state}"))
     wanted = sum(not device.removed for device in config.devices)
     short = [one.slot for one in states if one.page is not None and one.devices < wanted]
-    text = f"{wanted} devices"
+    text = counted(wanted, "device")
     if not short:
         return [*findings, Finding("node pages", "ok", f"on all {text}")]
     action = "a device is away, or a node does not reach it: its blocks are misses there"
@@ -103,7 +103,7 @@ def examine_node_clocks(states: Sequence[SlotState], now: float) -> Finding:
     if wrong:
         text = ", ".join(f"slot {slot} {seconds:+.0f} s" for slot, seconds in list(wrong.items())[:_SHOWN_MAX])
         return Finding("node clocks", "note", text, "set clocks by NTP: lags and times of files are as wrong")
-    return Finding("node clocks", "ok", f"{len(off)} nodes within {PAGE_CLOCK_S:.0f} s")
+    return Finding("node clocks", "ok", f"{counted(len(off), 'node')} within {PAGE_CLOCK_S:.0f} s")
 
 
 def _own_slot(pool: Path) -> int | None:

@@ -15,6 +15,7 @@ from kvfs.cli.arguments import Verbs
 from kvfs.cli.output import ProgressPrinter, emit, note_lines
 from kvfs.cli.targets import pool_of, status_of
 from kvfs.errors import UsageError, printable
+from kvfs.units import counted, format_size, size_text
 
 if TYPE_CHECKING:
     from kvfs.store.fsck import FsckReport
@@ -55,8 +56,6 @@ def add_format(verbs: Verbs) -> None:
 def _format(args: argparse.Namespace) -> int:
     from kvfs.pool.devices import device_address
     from kvfs.pool.making import FormatRequest, format_devices
-    from kvfs.status.numbers import size_text
-    from kvfs.units import format_size
 
     if args.device and args.files:
         raise UsageError("--files: not together with --device")
@@ -94,8 +93,8 @@ def _format(args: argparse.Namespace) -> int:
         "notes": list(result.notes),
     }
     lines = [
-        f"pool {args.pool}: {len(config.devices)} devices, {size_text(size)} in all, "
-        f"{config.segment_count} segments of {format_size(geometry.segment_size)}, "
+        f"pool {args.pool}: {counted(len(config.devices), 'device')}, {size_text(size)} in all, "
+        f"{counted(config.segment_count, 'segment')} of {format_size(geometry.segment_size)}, "
         f"stripe width {geometry.stripe_width}, unit {format_size(geometry.stripe_unit)}",
         *note_lines(result.notes),
     ]
@@ -124,7 +123,9 @@ def _import(args: argparse.Namespace) -> int:
     config = import_pool(Path(args.pool), [device_address(device) for device in expanded(args.device)])
     document = {"pool": os.path.abspath(args.pool), "uuid": str(config.uuid), "devices": len(config.devices)}
     pool = printable(str(args.pool))
-    emit(args, document, f"pool {pool}: pool.toml written, {len(config.devices)} devices, uuid {config.uuid}")
+    emit(
+        args, document, f"pool {pool}: pool.toml written, {counted(len(config.devices), 'device')}, uuid {config.uuid}"
+    )
     return 0
 
 
@@ -157,7 +158,7 @@ def _device(args: argparse.Namespace) -> int:
     pool, count = pool_of(args.target), len(args.devices)
     wanted = {"list": count == 0, "add": count > 0, "remove": count == 1, "replace": count == 2}
     if not wanted[args.action]:
-        raise UsageError(f"device {args.action}: {count} devices given (try kvfs device --help)")
+        raise UsageError(f"device {args.action}: {counted(count, 'device')} given (try kvfs device --help)")
     if (args.drain and args.action != "remove") or (args.force and args.action not in ("add", "replace")):
         raise UsageError(f"device {args.action}: {'--drain' if args.drain else '--force'} has no meaning there")
     if args.action == "list":
@@ -199,7 +200,8 @@ def _device_change(args: argparse.Namespace, pool: Path) -> int:
     printer.close()
     document = cast(Mapping[str, object], result)
     by = f" by {document['path']}" if "path" in document else ""
-    done = f"device {document['device']}: {args.action}d{by}, {document['lost_blocks']} blocks went with it"
+    lost = counted(cast(int, document["lost_blocks"]), "block")
+    done = f"device {document['device']}: {args.action}d{by}, {lost} went with it"
     emit(args, document, printable(done))
     return 0
 
@@ -211,8 +213,9 @@ def _device_add(args: argparse.Namespace, pool: Path) -> int:
     before, after = add_devices(pool, [device_address(device) for device in expanded(args.devices)], force=args.force)
     document = {"pool": os.path.abspath(pool), "devices": len(after.devices), "segments": after.segment_count}
     text = (
-        f"pool {printable(str(pool))}: {len(after.devices) - len(before.devices)} devices added, "
-        f"{after.segment_count - before.segment_count} segments more, {after.segment_count} now"
+        f"pool {printable(str(pool))}: "
+        f"{counted(len(after.devices) - len(before.devices), 'device')} added, "
+        f"{counted(after.segment_count - before.segment_count, 'segment')} more, {after.segment_count} now"
     )
     emit(args, document, text)
     return 0
@@ -279,23 +282,22 @@ def _fsck(args: argparse.Namespace) -> int:
 
 
 def _fsck_text(args: argparse.Namespace, report: FsckReport) -> str:
-    from kvfs.status.numbers import size_text
 
     lines = []
     for finding in report.findings:
         mark = "repaired" if finding.repaired else "note" if finding.harmless else "DAMAGED"
         lines.append(printable(f"{mark}: {finding.what}: {finding.message}"))
     if report.findings_left_out:
-        lines.append(f"{report.findings_left_out} more findings are left out")
+        lines.append(f"left out: {counted(report.findings_left_out, 'finding')} more")
     verified = f", {size_text(report.verified_bytes)} read and right" if args.verify_data else ""
     lines.append(
-        f"pool {printable(str(args.pool))}: {report.blocks} blocks of {size_text(report.bytes)} in "
-        f"{report.segments} segments, {report.directories} directories{verified}"
+        f"pool {printable(str(args.pool))}: {counted(report.blocks, 'block')} of {size_text(report.bytes)} in "
+        f"{counted(report.segments, 'segment')}, {counted(report.directories, 'directory')}{verified}"
     )
     if not report.damaged:
         lines.append("nothing is damaged")
     else:
         left = report.damaged - report.repaired
         acts = "" if not left or args.repair else "; --repair acts"
-        lines.append(f"{report.damaged} things damaged, {report.repaired} repaired{acts}")
+        lines.append(f"{counted(report.damaged, 'thing damaged')}, {report.repaired} repaired{acts}")
     return "\n".join(lines)

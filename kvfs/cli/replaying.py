@@ -11,6 +11,7 @@ from kvfs.cli import arguments
 from kvfs.cli.arguments import Verbs
 from kvfs.cli.output import ProgressPrinter, ToldError, ToldInterrupt, emit
 from kvfs.errors import KvfsError, UsageError
+from kvfs.units import counted
 
 
 def add_replay(verbs: Verbs) -> None:
@@ -79,7 +80,7 @@ def _replay(args: argparse.Namespace) -> int:
     trace = read_trace(Path(args.trace))
     requests = trace[args.skip :][: args.requests]
     if not requests:
-        raise UsageError(f"--skip: {args.trace} has {len(trace)} requests, {args.skip} are to be left out")
+        raise UsageError(f"--skip: {args.trace} has {counted(len(trace), 'request')}, {args.skip} are to be left out")
     for name, count, most in (("--threads", args.threads, 256), ("--io-threads", args.io_threads, 1024)):
         if count > most:
             raise UsageError(f"{name}: {count}; {most} at most")
@@ -117,7 +118,7 @@ def _replay(args: argparse.Namespace) -> int:
         except OSError as error:
             raise KvfsError(f"{plot}: {error.strerror}") from error
     wrong = sum(record.wrong for record in outcome.records if record is not None)
-    failure = ToldError(f"replay: {wrong} blocks of {args.target} were not what was stored") if wrong else None
+    failure = ToldError(f"replay: {counted(wrong, 'block')} of {args.target} not as stored") if wrong else None
     emit(args, document, report.render(document), failure)
     if outcome.interrupted:
         raise ToldInterrupt

@@ -22,6 +22,18 @@ def pool_of(target: str) -> Path:
     return Path(target)
 
 
+def place_of(target: str) -> tuple[Path, str]:
+    """The pool, and the path from its mount's root on, that a target means: a pool's directory, a mount point, or
+    something in a mount."""
+    from kvfs.frontend import mount
+
+    present = mount.mount_of(target)
+    if present is None or not present.is_kvfs:
+        return pool_of(target), "/"
+    inside = os.path.relpath(os.path.realpath(target), present.mountpoint)
+    return Path(present.source), "/" if inside == "." else f"/{inside}"
+
+
 def pools_mounted() -> list[Path]:
     from kvfs.frontend import mount
 

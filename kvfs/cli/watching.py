@@ -10,10 +10,11 @@ from typing import cast
 from kvfs.cli import arguments
 from kvfs.cli.arguments import Verbs
 from kvfs.cli.output import as_json, emit, emit_line, note
-from kvfs.cli.targets import pool_of, pools_mounted, status_of
+from kvfs.cli.targets import place_of, pool_of, pools_mounted, status_of
 from kvfs.errors import KvfsError, UsageError, first_error
 from kvfs.status import numbers
 from kvfs.status.change import difference
+from kvfs.status.legend import explain
 from kvfs.status.numbers import Json
 from kvfs.status.overview import render_overview
 from kvfs.status.text import render_list, render_stats, render_stats_header, render_stats_line, render_status
@@ -22,6 +23,7 @@ from kvfs.status.text import render_list, render_stats, render_stats_header, ren
 def add_status(verbs: Verbs) -> None:
     sub = verbs.add("status", _status, "devices, segments, use, counters, errors and advice")
     sub.add_argument("target", metavar="POOL|MOUNTPOINT", nargs="?", help="default: a line for each mounted pool")
+    explain(sub, "status")
 
 
 def _status(args: argparse.Namespace) -> int:
@@ -51,20 +53,25 @@ def _status(args: argparse.Namespace) -> int:
 
 def add_list(verbs: Verbs) -> None:
     sub = verbs.add("list", _list, "what lies in a pool: blocks, bytes, hits and ages by directory, and what is pinned")
-    sub.add_argument("target", metavar="POOL|MOUNTPOINT", help="the pool's directory, or where it is mounted")
+    sub.add_argument(
+        "target", metavar="POOL|MOUNTPOINT|DIR", help="the pool's directory, where it is mounted, or a directory there"
+    )
     sub.add_argument(
         "--depth", type=arguments.whole, default=1, metavar="N",
-        help="directories so far below the mount, each with all that is below it (default 1)",
+        help="directories so far below, each with all that is below it; 0: one sum, as du(1) (default 1)",
     )  # fmt: skip
     sub.add_argument("--pins", action="store_true", help="only what is pinned")
+    sub.add_argument("--fresh", action="store_true", help="count anew; else an answer may be five seconds old")
+    explain(sub, "list")
 
 
 def _list(args: argparse.Namespace) -> int:
     from kvfs.frontend.asking import ControlClient
 
-    pool = pool_of(args.target)
+    pool, path = place_of(args.target)
     with ControlClient(pool) as client:
-        document = cast(Json, client.call("list", lambda _: None, depth=args.depth))
+        asked = {"depth": args.depth, "path": path, "fresh": args.fresh}
+        document = cast(Json, client.call("list", lambda _: None, **asked))
     wanted = document if not args.pins else {"pins": document["pins"]}
     emit(args, wanted, lambda: render_list(document, pins_only=args.pins))
     return 0
@@ -81,6 +88,7 @@ def add_stats(verbs: Verbs) -> None:
     )
     sub.add_argument("--count", type=arguments.count, metavar="N", help="stop after N lines (default: never)")
     sub.add_argument("--prometheus", action="store_true", help="Prometheus text format")
+    explain(sub, "stats")
 
 
 def _stats(args: argparse.Namespace) -> int:
@@ -119,6 +127,7 @@ def add_top(verbs: Verbs) -> None:
         "--interval", type=arguments.seconds, default=1.0, metavar="S", help="draw every S seconds (default 1)"
     )
     sub.add_argument("--count", type=arguments.count, metavar="N", help="end after N times (default: never)")
+    explain(sub, "top")
 
 
 def _top(args: argparse.Namespace) -> int:

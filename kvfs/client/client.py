@@ -391,11 +391,11 @@ class Client:
     # ---- what is known ----
 
     def statistics(self) -> ClientStatistics:
-        """What this client has done since it connected: calls, blocks, bytes, errors."""
+        """The work of this client since it connected: calls, blocks, bytes, errors."""
         return self.library.statistics()
 
     def information(self) -> ClientInformation:
-        """What it is connected to: the pool, its state, the limits of this connection."""
+        """The other side: the pool, its state, the limits of this connection."""
         return self.library.information()
 
     @property

@@ -352,7 +352,10 @@ class Daemon:
         depth = arguments.get("depth", 1)
         if not isinstance(depth, int) or not 0 <= depth <= DEPTH_MAX:
             raise UsageError(f"list: depth {depth!r}; 0 to {DEPTH_MAX}")
-        return await self._with_progress(lambda: self._survey.take(depth), progress)
+        path, fresh = arguments.get("path", "/"), arguments.get("fresh") is True
+        if not isinstance(path, str) or not path.startswith("/"):
+            raise UsageError(f"list: path {path!r}; one from the mount's root on is expected")
+        return await self._with_progress(lambda: self._survey.take(depth, path, fresh=fresh), progress)
 
     async def _command_pins(self, arguments: Arguments, progress: Progress) -> object:
         return {"pins": self._survey.pins()}

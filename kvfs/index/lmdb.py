@@ -39,6 +39,7 @@ from kvfs.record import (
     segments_of,
 )
 from kvfs.types import ROOT_INODE, InodeNumber, SegmentIndex
+from kvfs.units import told_size
 
 log = logging.getLogger(__name__)
 
@@ -791,7 +792,9 @@ def _check_size(path: Path) -> None:
                     newest = max(newest, (transaction, last_page))
             needed = (newest[1] + 1) * _LMDB_PAGE
             if size and (newest[0] < 0 or size + 4 * _LMDB_PAGE < needed):
-                raise PoolIndexError(f"index {path}: {size} bytes, at least {needed} belong to it: cut off or damaged")
+                raise PoolIndexError(
+                    f"index {path}: {told_size(size)}, at least {told_size(needed)} belong to it: cut off or damaged"
+                )
             if size < needed and size:
                 file.truncate(needed)
     except FileNotFoundError:

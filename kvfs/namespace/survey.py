@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import trio
 
+from kvfs.errors import NotFoundError
 from kvfs.index.interface import Index
 from kvfs.plane import Plane
 from kvfs.record import RECORD_HEAD, RECORD_TIMES, TIMES_OFFSET, Inode, InodeFlags, Kind
@@ -20,7 +21,8 @@ from kvfs.types import ROOT_INODE, InodeNumber
 
 # Names looked at before other tasks have their turn: some 2 ms.
 _STEP = 256
-# A survey is given again for this long: a client that asks every second does not make the daemon walk every second.
+# A survey is given again for this long, with its age: a client that asks every second does not make the daemon walk
+# every second. One that wants to know it says so.
 FRESH_S = 5.0
 DEPTH_MAX = 16
 _SEALED = int(InodeFlags.SEALED)
@@ -45,6 +47,15 @@ class Row:
         self.bytes += size
         self.hits += hits
 
+    def merge(self, other: Row) -> None:
+        """Add all that another row counts."""
+        if other.blocks:
+            self.oldest_ns = min(self.oldest_ns, other.oldest_ns) if self.blocks else other.oldest_ns
+            self.newest_ns = max(self.newest_ns, other.newest_ns) if self.blocks else other.newest_ns
+        self.blocks += other.blocks
+        self.bytes += other.bytes
+        self.hits += other.hits
+
     def document(self, now_ns: int) -> dict[str, object]:
         """Times as seconds before now; none where there is no block."""
         known = {"path": self.path, "kind": self.kind, "blocks": self.blocks, "bytes": self.bytes, "hits": self.hits}
@@ -60,7 +71,7 @@ class Survey:
     def __init__(self, index: Index, plane: Plane, pinned: Callable[[], Sequence[int]]) -> None:
         self._index, self._plane, self._pinned = index, plane, pinned
         self._lock = trio.Lock()
-        self._last: dict[int, tuple[float, dict[str, object]]] = {}
+        self._last: dict[tuple[int, str], tuple[float, dict[str, object]]] = {}
 
     def pins(self) -> list[dict[str, object]]:
         """Inodes that are pinned themselves, by path."""
@@ -71,28 +82,50 @@ class Survey:
                 found[self._path(inode)] = _KIND_NAMES[inode.kind]
         return [{"path": path, "kind": found[path]} for path in sorted(found)]
 
-    async def take(self, depth: int) -> dict[str, object]:
-        """Namespaces, which are the directories down to `depth` that hold something, and pins."""
+    async def take(self, depth: int, path: str = "/", *, fresh: bool = False) -> dict[str, object]:
+        """Namespaces: the directories from `path` down to `depth` below it that hold something. Beside them the pins
+        there, and the sum. The path begins at the mount's root. age_s: how long ago they were counted, 0 where `fresh`.
+        NotFoundError."""
+        asked_at = trio.current_time()
         async with self._lock:
-            known = self._last.get(depth)
-            if known is not None and trio.current_time() - known[0] < FRESH_S:
-                return known[1]
-            now_ns = time.time_ns()
-            spaces = await self._spaces(depth)
-            pins = [await self._pin(number) for number in self._pinned()]
+            known = self._last.get((depth, path))
+            # Also fresh: one that another has taken meanwhile, from its beginning on.
+            if known is not None and (asked_at <= known[0] or (not fresh and trio.current_time() - known[0] < FRESH_S)):
+                return {**known[1], "age_s": trio.current_time() - known[0]}
+            began, now_ns = trio.current_time(), time.time_ns()
+            spaces = await self._spaces(depth, path)
+            pins = [row for number in self._pinned() if (row := await self._pin(number, path)) is not None]
+            whole = Row(path, "directory")
+            for space in spaces:
+                whole.merge(space)
             document: dict[str, object] = {
+                "path": path,
                 "namespaces": [row.document(now_ns) for row in sorted(spaces, key=lambda row: row.path)],
-                "pins": [row.document(now_ns) for row in sorted(filter(None, pins), key=lambda row: row.path)],
+                "pins": [row.document(now_ns) for row in sorted(pins, key=lambda row: row.path)],
+                "total": whole.document(now_ns),
             }
-            self._last = {depth: (trio.current_time(), document)}
-            return document
+            self._last = {(depth, path): (began, document)}
+            return {**document, "age_s": 0.0}
 
-    async def _spaces(self, depth: int) -> list[Row]:
-        rows: list[Row] = []
+    def _find(self, path: str) -> Inode:
+        found = self._index.get(ROOT_INODE)
+        for name in filter(None, os.fsencode(path).split(b"/")):
+            number = None if found is None else self._index.lookup(found.inode, name)
+            found = None if number is None else self._index.get(number)
+        if found is None:
+            raise NotFoundError(f"{path}: no such file or directory in this pool")
+        return found
+
+    async def _spaces(self, depth: int, path: str) -> list[Row]:
+        top = self._find(path)
+        rows = [Row(path, _KIND_NAMES[top.kind])]
+        if top.kind != Kind.DIRECTORY:
+            if top.sealed:
+                rows[0].add(top.size, self._plane.uses.of([top.inode])[0][1], top.mtime_ns)
+            return rows if rows[0].blocks else []
         # Each directory has the row to which its blocks are added. Directories down to the depth begin a row of their
         # own.
-        left = [(ROOT_INODE, "", 0, Row("/", "directory"))]
-        rows.append(left[0][3])
+        left = [(top.inode, path.rstrip("/"), 0, rows[0])]
         while left:
             number, path, level, row = left.pop()
             async for name, kind, child in self._files(number, row):
@@ -106,11 +139,13 @@ class Survey:
                 left.append((child, below, level + 1, of))
         return [row for row in rows if row.blocks]
 
-    async def _pin(self, number: int) -> Row | None:
+    async def _pin(self, number: int, below: str) -> Row | None:
         inode = self._index.get(InodeNumber(number))
         if inode is None or inode.nameless:
             return None
         row = Row(self._path(inode), _KIND_NAMES[inode.kind])
+        if not f"{row.path}/".startswith(f"{below.rstrip('/')}/"):
+            return None
         if inode.kind != Kind.DIRECTORY:
             if inode.sealed:
                 row.add(inode.size, self._plane.uses.of([number])[0][1], inode.mtime_ns)

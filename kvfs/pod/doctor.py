@@ -13,7 +13,7 @@ from pathlib import Path
 from kvfs.errors import EngineError
 from kvfs.pod.engine import Engine, Information, Names
 from kvfs.pod.url import EngineUrl
-from kvfs.units import format_size
+from kvfs.units import counted, format_size
 
 MINIMUM_VERSION = (6, 2)
 PINGS = 50
@@ -121,7 +121,7 @@ def _examine_streams(engine: Engine, names: Names, slots: Sequence[int]) -> Find
     beats = engine.get([names.beat(slot) for slot in slots])
     silent = [str(slot) for slot, beat in zip(slots, beats, strict=True) if beat is None]
     entries, size = sum(one.entries for one in sizes), sum(one.size for one in sizes)
-    text = f"{entries} entries, {format_size(size)}; {len(slots) - len(silent)} of {len(slots)} nodes live"
+    text = f"{counted(entries, 'entry')}, {format_size(size)}; {len(slots) - len(silent)} of {len(slots)} nodes live"
     if silent:
         return Finding("engine streams", "note", text, f"no sign of life of slots {', '.join(silent)}")
     return Finding("engine streams", "ok", text)

@@ -41,6 +41,7 @@ from kvfs.pool.pod import (
     zones_offset,
 )
 from kvfs.types import NAME_MAX, PAGE_SIZE
+from kvfs.units import counted
 
 CONFIG_NAME = "pool.toml"
 SLAB_QUOTA = 0.25
@@ -290,7 +291,8 @@ def _check(config: PoolConfig, origin: str) -> None:
         raise PoolError(f"{origin}: device: {len(config.devices)} of them; 1 to {DEVICES_MAX} are possible")
     if geometry.stripe_width > len(config.devices):
         raise PoolError(
-            f"{origin}: geometry.stripe_width is {geometry.stripe_width}, but there are {len(config.devices)} devices"
+            f"{origin}: geometry.stripe_width is {geometry.stripe_width}, but the pool has "
+            f"{counted(len(config.devices), 'device')}"
         )
     for device in config.devices:
         end = device.zones_offset + device.zone_count * geometry.zone_size
@@ -313,7 +315,7 @@ def _check(config: PoolConfig, origin: str) -> None:
             if device.zones_offset < room:
                 raise PoolError(
                     f"{origin}: device[{device.index}].zones_offset is {device.zones_offset}; the pages of "
-                    f"{config.pod.nodes} nodes end at {room}"
+                    f"{counted(config.pod.nodes, 'node')} end at {room}"
                 )
 
 

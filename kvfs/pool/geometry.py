@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvfs.errors import PoolError, UsageError
 from kvfs.types import PAGE_SIZE
-from kvfs.units import format_size
+from kvfs.units import counted, format_size, told_size
 
 LABEL_SIZE = 65536
 DEVICES_MAX = 256
@@ -72,7 +72,9 @@ def check_geometry(geometry: Geometry, origin: str) -> None:
             f"{origin}: zone_size is {zone}; it must be a power of two and a multiple of stripe_unit ({unit})"
         )
     if geometry.end_page < 8 or geometry.segment_pages >= 1 << 32:
-        raise PoolError(f"{origin}: zone_size is {zone}: segments of {geometry.segment_size} bytes are not possible")
+        raise PoolError(
+            f"{origin}: zone_size is {zone}: segments of {told_size(geometry.segment_size)} are not possible"
+        )
 
 
 def choose_geometry(
@@ -91,10 +93,12 @@ def choose_geometry(
     notes: list[str] = []
     count = len(device_sizes)
     if not 1 <= count <= DEVICES_MAX:
-        raise UsageError(f"{count} devices: 1 to {DEVICES_MAX} are possible")
+        raise UsageError(f"{counted(count, 'device')}: 1 to {DEVICES_MAX} are possible")
     width = min(4, count) if stripe_width is None else stripe_width
     if not 1 <= width <= min(count, STRIPE_WIDTH_MAX):
-        raise UsageError(f"stripe width {width}: 1 to {min(count, STRIPE_WIDTH_MAX)} is possible with {count} devices")
+        raise UsageError(
+            f"stripe width {width}: 1 to {min(count, STRIPE_WIDTH_MAX)} is possible with {counted(count, 'device')}"
+        )
     if segment_size is not None:
         zone = _power_below(segment_size // width)
     else:
@@ -126,13 +130,13 @@ def choose_geometry(
     segments = len(layout(zone_counts, width))
     if segments < SEGMENTS_MIN:
         raise UsageError(
-            f"the devices hold {segments} segments of {format_size(geometry.segment_size)}; "
+            f"the devices hold {counted(segments, 'segment')} of {format_size(geometry.segment_size)}; "
             f"at least {SEGMENTS_MIN} are needed"
         )
     if segments < SEGMENTS_ENOUGH * nodes:
         each = f" of each of {nodes} nodes" if nodes > 1 else ""
         notes.append(
-            f"{segments} segments of {format_size(geometry.segment_size)}: with {SEGMENTS_WANTED}{each} "
+            f"{counted(segments, 'segment')} of {format_size(geometry.segment_size)}: with {SEGMENTS_WANTED}{each} "
             "eviction would keep more of what is used"
         )
     return geometry, notes

@@ -35,7 +35,7 @@ from kvfs.pool.pod import (
 )
 from kvfs.pool.signatures import signature
 from kvfs.types import PAGE_SIZE
-from kvfs.units import format_size
+from kvfs.units import counted, format_size, told_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,9 @@ def format_devices(request: FormatRequest) -> FormatResult:
             device = open_device(path)
             opened.append(device)
             if device.size < DEVICE_SIZE_MIN:
-                raise UsageError(f"{path}: {device.size} bytes; a device needs at least {DEVICE_SIZE_MIN}")
+                raise UsageError(
+                    f"{path}: {told_size(device.size)}; a device needs at least {told_size(DEVICE_SIZE_MIN)}"
+                )
             _check_content(device, request.force)
         geometry, notes = choose_geometry(
             [device.size for device in opened], stripe_width=request.stripe_width, stripe_unit=request.stripe_unit,
@@ -114,8 +116,8 @@ def format_devices(request: FormatRequest) -> FormatResult:
         )  # fmt: skip
         if 1 < geometry.stripe_width == len(opened):
             notes.append(
-                f"stripe width {geometry.stripe_width} of {len(opened)} devices: each segment lies on all of them, so "
-                "one that fails takes the whole cache, and writes fail until it is back; "
+                f"stripe width {geometry.stripe_width} of {counted(len(opened), 'device')}: each segment lies on all "
+                "of them, so one that fails takes the whole cache, and writes fail until it is back; "
                 f"--stripe-width {geometry.stripe_width - 1} leaves some of it"
             )
         config = _new_config(request, geometry, opened)
@@ -226,7 +228,9 @@ def _check_files(request: FormatRequest) -> None:
     if not 1 <= count <= DEVICES_MAX:
         raise UsageError(f"--files: {count}; 1 to {DEVICES_MAX} are possible")
     if size < DEVICE_SIZE_MIN or size % PAGE_SIZE:
-        raise UsageError(f"--size: {size} bytes; it must be a multiple of {PAGE_SIZE}, at least {DEVICE_SIZE_MIN}")
+        raise UsageError(
+            f"--size: {told_size(size)}; it must be a multiple of {PAGE_SIZE}, at least {told_size(DEVICE_SIZE_MIN)}"
+        )
 
 
 def _room(pool: Path, size: int) -> list[str]:
@@ -281,10 +285,10 @@ def add_devices(pool: Path, paths: Sequence[DeviceAddress], *, force: bool) -> t
                 devices=(*config.devices, *(replace(d, index=first + d.index, group=group) for d in added)),
             )  # fmt: skip
             if len(changed.devices) > DEVICES_MAX:
-                raise UsageError(f"{len(changed.devices)} devices: at most {DEVICES_MAX} are possible")
+                raise UsageError(f"{counted(len(changed.devices), 'device')}: at most {DEVICES_MAX} are possible")
             if changed.segment_count == config.segment_count:
                 raise UsageError(
-                    f"{len(fresh)} devices: a segment needs {geometry.stripe_width}, with a zone of "
+                    f"{counted(len(fresh), 'device')}: a segment needs {geometry.stripe_width}, with a zone of "
                     f"{format_size(geometry.zone_size)} on each: add that many at a time"
                 )
             devices = [*opened.devices, *fresh]
@@ -311,7 +315,7 @@ def open_new(
     device = open_device(path, holder=old)
     try:
         if device.size < DEVICE_SIZE_MIN:
-            raise UsageError(f"{path}: {device.size} bytes; a device needs at least {DEVICE_SIZE_MIN}")
+            raise UsageError(f"{path}: {told_size(device.size)}; a device needs at least {told_size(DEVICE_SIZE_MIN)}")
         _check_content(device, force, me)
     except BaseException:
         device.close()

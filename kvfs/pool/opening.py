@@ -24,6 +24,7 @@ from kvfs.pool.format import NO_NODE, Beat, Label
 from kvfs.pool.labels import beat_by_label, read_beats, read_labels
 from kvfs.pool.lock import DEVICES_NAME
 from kvfs.pool.node import NODE_NAME, Member, load_node
+from kvfs.units import counted, told_size
 
 
 def open_device(
@@ -256,7 +257,7 @@ def own_node(pool: Path, config: PoolConfig) -> Member | None:
     if node is None or node.slot is None:
         raise PoolError(f"{pool}: this node has no slot in the pod yet: kvfs mount, or kvfs pod join {pool}")
     if node.slot >= config.pod.nodes:
-        raise PoolError(f"{pool / NODE_NAME}: slot is {node.slot}; the pod has {config.pod.nodes} nodes")
+        raise PoolError(f"{pool / NODE_NAME}: slot is {node.slot}; the pod has {counted(config.pod.nodes, 'node')}")
     return Member(node.slot, node.uuid)
 
 
@@ -282,7 +283,7 @@ def check_device(config: PoolConfig, device: Device, described: DeviceConfig, or
     """The device's best label, checked against pool.toml, and notes about the other copy."""
     if device.size < described.size:
         raise DeviceError(
-            f"{device.path}: {device.size} bytes, but {origin} says {described.size}: "
+            f"{device.path}: {told_size(device.size)}, but {origin} says {told_size(described.size)}: "
             f"device {described.index} has shrunk"
         )
     found = read_labels(device, described.size)

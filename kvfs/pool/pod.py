@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from kvfs.errors import PoolError, UsageError
 from kvfs.pool.geometry import LABEL_SIZE, SEGMENTS_MIN, ZONES_OFFSET
 from kvfs.types import PAGE_SIZE, SLOT_BITS
+from kvfs.units import counted
 
 NODES_MAX = 1 << SLOT_BITS
 LOT_MAX = 64
@@ -79,9 +80,9 @@ def check_room(pod: PodConfig, segment_count: int, origin: str) -> None:
     fewest = len(pod.segments_of(pod.nodes - 1, segment_count))
     if fewest < SEGMENTS_MIN:
         raise UsageError(
-            f"{origin}: {segment_count} segments in lots of {pod.lot} give slot {pod.nodes - 1} of {pod.nodes} "
-            f"{fewest} segments; a node needs at least {SEGMENTS_MIN}: use more or larger devices, smaller segments or "
-            "lots, or fewer nodes"
+            f"{origin}: {counted(segment_count, 'segment')} in lots of {pod.lot} give slot {pod.nodes - 1} of "
+            f"{pod.nodes} {counted(fewest, 'segment')}; a node needs at least {SEGMENTS_MIN}: use more or larger "
+            "devices, smaller segments or lots, or fewer nodes"
         )
 
 

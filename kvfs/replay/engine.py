@@ -16,6 +16,7 @@ from kvfs._native import ffi, lib
 from kvfs.errors import KvfsError, UsageError
 from kvfs.lent import lent
 from kvfs.replay.trace import Request
+from kvfs.units import told_size
 
 PAGE = 4096
 BLOCK_SIZE_MAX = 1 << 40
@@ -80,14 +81,15 @@ def check(settings: Settings) -> None:
     size = settings.block_size
     if not 0 < size <= BLOCK_SIZE_MAX or size % PAGE:
         raise UsageError(
-            f"a block of {size} bytes: a multiple of {PAGE}, at most {BLOCK_SIZE_MAX}, is needed (--block-size)"
+            f"a block of {told_size(size)}: a multiple of {PAGE}, at most {told_size(BLOCK_SIZE_MAX)}, is needed "
+            "(--block-size)"
         )
     if size > settings.memory:
-        raise UsageError(f"--memory: {settings.memory} bytes do not hold a block of {size}")
+        raise UsageError(f"--memory: {told_size(settings.memory)} cannot hold a block of {told_size(size)}")
     if settings.native and (settings.lru_bytes or settings.touch or settings.buffered):
         raise UsageError("--native: not together with --lru, --touch or --buffered, which are about files")
     if settings.lru_bytes and settings.lru_bytes < size:
-        raise UsageError(f"--lru: {settings.lru_bytes} bytes do not hold a block of {size}")
+        raise UsageError(f"--lru: {told_size(settings.lru_bytes)} cannot hold a block of {told_size(size)}")
     try:
         settings.target.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -9,7 +9,8 @@ from typing import cast
 from kvfs.errors import KvfsError
 from kvfs.replay.engine import Outcome, Record, Settings
 from kvfs.replay.trace import BLOCK_TOKENS, Request, unlimited_hits
-from kvfs.status.numbers import size_text, table
+from kvfs.status.numbers import table
+from kvfs.units import counted, size_text
 
 Json = dict[str, object]
 SERIES_LENGTH = 60
@@ -37,7 +38,7 @@ def document(
     ended = [record for record in outcome.records if record is not None]
     counted = [record for record in outcome.records[first:] if record is not None]
     if not counted:
-        raise KvfsError(f"replay: none of the {len(requests) - first} requests that count has ended")
+        raise KvfsError(f"replay: no request that counts has ended, of {len(requests) - first}")
     blocks = sum(len(record.request.blocks) for record in counted)
     totals = {name: sum(getattr(record, name) for record in counted) for name in COUNTS}
     seconds = max(record.end_s for record in counted) - min(record.start_s for record in counted)
@@ -148,16 +149,16 @@ def render(result: Json) -> str:
             [told, f"{line['count']:.0f}", *(f"{line[key]:.2f}" for key in ("mean", *(f"p{p}" for p in POINTS), "max"))]
         )
     lines = [
-        f"{result['requests']} requests in {figure['seconds']:.2f} s: {figure['requests_per_s']:.1f} a second"
-        f"{' (interrupted)' if result['interrupted'] else ''}",
-        f"prefix hits: {figure['prefix_hit_ratio']:.1%} of {blocks['asked']} blocks"
+        f"{counted(figure['requests'], 'request')} in {figure['seconds']:.2f} s: {figure['requests_per_s']:.1f} a "
+        f"second{' (interrupted)' if result['interrupted'] else ''}",
+        f"prefix hits: {figure['prefix_hit_ratio']:.1%} of {counted(cast(int, blocks['asked']), 'block')}"
         f" ({figure['prefix_hit_ratio_unlimited']:.1%} with a cache that loses nothing)",
         f"loaded {size_text(figure['loaded_bytes'])} at {size_text(figure['load_bytes_per_s'])}/s,"
         f" stored {size_text(figure['stored_bytes'])} at {size_text(figure['store_bytes_per_s'])}/s",
         *table(rows, left=1),
     ]
     if blocks["lost"]:
-        lines.append(f"{blocks['lost']} blocks were gone between look-up and load")
+        lines.append(f"{counted(cast(int, blocks['lost']), 'block')} gone between look-up and load")
     for kind in ("load", "store"):
         for name, count in cast("dict[str, int]", errors[kind]).items():
             lines.append(f"{count} {kind}s failed: {name}")

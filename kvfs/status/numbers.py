@@ -50,39 +50,30 @@ def latency_summary(latency: Json) -> dict[str, float]:
     return summary
 
 
-def size_text(size: float) -> str:
-    """1536 -> 1.50K; three significant digits, as zpool prints them."""
-    for suffix in ("", "K", "M", "G", "T"):
-        if abs(size) < 1024:
-            return f"{size:.0f}" if not suffix else f"{size:.3g}{suffix}" if abs(size) >= 100 else f"{size:.2f}{suffix}"
-        size /= 1024
-    return f"{size:.2f}P"
-
-
 def count_text(count: float) -> str:
     """12345 -> 12.3k; below a thousand the number itself."""
-    if abs(count) < 1000:
+    if round(abs(count)) < 1000:
         return f"{count:.0f}" if count >= 10 or count == int(count) else f"{count:.1f}"
-    for suffix in ("k", "M"):
+    for suffix in ("k", "M", "G"):
         count /= 1000
-        if abs(count) < 1000:
+        if round(abs(count), 1) < 1000:
             return f"{count:.1f}{suffix}"
-    return f"{count / 1000:.1f}G"
+    return f"{count / 1000:.1f}T"
 
 
 def time_text(us: float) -> str:
     """Microseconds in the unit that reads best."""
-    if us < 1000:
+    if round(us, 1) < 1000:
         return f"{us:.1f}us"
-    return f"{us / 1000:.1f}ms" if us < 1_000_000 else f"{us / 1_000_000:.2f}s"
+    return f"{us / 1000:.1f}ms" if round(us / 1000, 1) < 1000 else f"{us / 1_000_000:.2f}s"
 
 
 def age_text(seconds: float) -> str:
-    """90 -> 1m; the largest unit that is full."""
+    """119 -> 1m; full ones of the largest unit that is full."""
     for suffix, size in (("d", 86400), ("h", 3600), ("m", 60)):
         if seconds >= size:
-            return f"{seconds / size:.0f}{suffix}"
-    return f"{seconds:.0f}s"
+            return f"{int(seconds / size)}{suffix}"
+    return f"{int(seconds)}s"
 
 
 def table(rows: Sequence[Sequence[str]], *, indent: str = "", left: int = 1) -> list[str]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvfs.errors import printable
-from kvfs.status.numbers import Json, asked_and_found, items, number, section, size_text, table
+from kvfs.status.numbers import Json, asked_and_found, items, number, section, table
 from kvfs.status.text import advice
+from kvfs.units import size_text
 
 _HEADS = ("pool", "mounted at", "state", "size", "used", "blocks", "found", "advice")
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from kvfs.status.numbers import Json, count_text, items, number, section, size_text, table, time_text
+from kvfs.status.numbers import Json, count_text, items, number, section, table, time_text
+from kvfs.units import counted, size_text
 
 _ROWS_MAX = 16
 # Of an owner and of the node: those that only grow.
@@ -149,8 +150,8 @@ def pod_lines(status: Json) -> list[str]:
         f"news: {_lag(pod)}; behind {sum(number(owner, 'behind') for owner in items(pod, 'owners')):.0f}, "
         f"gaps {number(pod, 'gaps'):.0f}, repeats {number(pod, 'repeats'):.0f}, "
         f"own {number(pod, 'feed', 'unsent_batches'):.0f} unsent; tombstones {number(pod, 'tombstones'):.0f}",
-        f"map: {number(fill, 'entries'):.0f} names of {limit:.0f}{share}, "
-        f"{number(fill, 'directories'):.0f} of them directories; dropped {number(fill, 'dropped'):.0f}, "
+        f"map: {counted(number(fill, 'entries'), 'name')} of {limit:.0f}{share}, "
+        f"of them directories {number(fill, 'directories'):.0f}; dropped {number(fill, 'dropped'):.0f}, "
         f"refused {number(fill, 'refused'):.0f}, forgotten {number(fill, 'forgotten'):.0f}, "
         f"shapes {number(fill, 'shapes'):.0f}, memory at most {size_text(number(fill, 'bytes'))}",
     ]
@@ -181,16 +182,21 @@ def pod_advice(status: Json) -> list[str]:
         found.append(f"engine {link.get('url')} is away: {link.get('error') or 'not reached yet'}; {rest}")
     if number(fill, "dropped") or number(fill, "refused"):
         found.append(
-            f"the pod map is full: {number(fill, 'dropped') + number(fill, 'refused'):.0f} names of others had no room "
-            "and are misses; a larger map_size holds more"
+            f"the pod map is full: {counted(number(fill, 'dropped') + number(fill, 'refused'), 'name')} of others had "
+            "no room: a miss each; a larger map_size holds more"
         )
     if number(fill, "shapes_full"):
-        found.append(f"{number(fill, 'shapes_full'):.0f} names of others are misses: blocks have too many sizes")
+        found.append(
+            f"no room for the size of {counted(number(fill, 'shapes_full'), 'name')} of others: a miss each; "
+            "blocks have too many sizes"
+        )
     newer = [f"{number(owner, 'slot'):.0f}" for owner in items(pod, "owners") if owner.get("state") == "unsupported"]
     if newer:
         found.append(f"slots {', '.join(newer)} run a newer kvfs, whose news are not understood: upgrade this node")
     if number(pod, "feed", "dropped"):
-        found.append(f"{number(pod, 'feed', 'dropped'):.0f} batches of this node reached no engine: others read flash")
+        found.append(
+            f"{counted(number(pod, 'feed', 'dropped'), 'batch of this node')} reached no engine: others read flash"
+        )
     return found
 
 

@@ -20,11 +20,11 @@ from kvfs.status.numbers import (
     latency_summary,
     number,
     section,
-    size_text,
     table,
     time_text,
 )  # fmt: skip
 from kvfs.status.pod import pod_advice, pod_lines, pod_table, stats_cells, stats_heads
+from kvfs.units import counted, size_text
 
 _SEGMENT_STATES = ("free", "open", "closed", "evicting", "lost")
 
@@ -45,24 +45,27 @@ def advice(status: Json) -> list[str]:
         errors, timeouts = number(device, "errors"), number(device, "timeouts")
         if errors or timeouts:
             found.append(
-                f"device {device.get('path')}: {errors:.0f} errors, {timeouts:.0f} timeouts; see kvfs.log in the pool"
+                f"device {device.get('path')}: {counted(errors, 'error')}, {counted(timeouts, 'timeout')}; "
+                "see kvfs.log in the pool"
             )
     found += pod_advice(status)
     for export in items(status, "exports"):
         broken = number(export, "protocol_errors") + number(export, "descriptor_errors")
         if broken:
             found.append(
-                f"export {export.get('socket')}: {broken:.0f} requests or messages that break the protocol; its front "
-                "end or guest is broken or hostile"
+                f"export {export.get('socket')}: {counted(broken, 'breach of the protocol')}; its "
+                "front end or guest is broken or hostile"
             )
     counters = section(status, "counters")
     if number(counters, "checksum_errors"):
         bad = number(counters, "checksum_errors")
-        found.append(f"{bad:.0f} blocks failed their checksum and were dropped; check the devices")
+        found.append(f"{counted(bad, 'block')} failed the checksum and went; check the devices")
     if number(counters, "commit_failures"):
         found.append("the index cannot be committed: is the filesystem that holds the pool full?")
     if number(counters, "forward_timeouts"):
-        found.append(f"{number(counters, 'forward_timeouts'):.0f} requests got no answer in time and failed with EIO")
+        found.append(
+            f"{counted(number(counters, 'forward_timeouts'), 'request')} got no answer in time and failed with EIO"
+        )
     space = section(status, "space")
     size = number(space, "size")
     if size and number(space, "pinned") > size / 2:
@@ -84,8 +87,8 @@ _KEPT = {
 def render_evicted(result: Json) -> str:
     """The text of `kvfs evict`: how much went, and what stayed and why."""
     lines = [
-        f"freed {size_text(number(result, 'evicted_bytes'))} in {number(result, 'evicted_segments'):.0f} segments, "
-        f"{number(result, 'evicted_blocks'):.0f} blocks evicted"
+        f"evicted {counted(number(result, 'evicted_blocks'), 'block')} of "
+        f"{size_text(number(result, 'evicted_bytes'))}; {counted(number(result, 'evicted_segments'), 'segment')} freed"
     ]
     kept = section(result, "kept")
     for why, text in _KEPT.items():
@@ -96,7 +99,7 @@ def render_evicted(result: Json) -> str:
         found = [str(name) for name in cast(Sequence[object], some.get("names", ()))]
         names = ", ".join(printable(name) for name in found)
         more = ", ..." if count > len(found) else ""
-        lines.append(f"kept {count:.0f} blocks, {size_text(number(some, 'bytes'))}, {text}: {names}{more}")
+        lines.append(f"kept {counted(count, 'block')}, {size_text(number(some, 'bytes'))}, {text}: {names}{more}")
     return "\n".join(lines)
 
 
@@ -142,7 +145,7 @@ def render_status(status: Json) -> str:
             if key in segments and (key != "lost" or number(segments, key))
         )
         lines.append(
-            f"layout: {number(segments, 'count'):.0f} segments of {size_text(number(segments, 'size'))}, width "
+            f"layout: {counted(number(segments, 'count'), 'segment')} of {size_text(number(segments, 'size'))}, width "
             f"{number(segments, 'stripe_width'):.0f}, unit {size_text(number(segments, 'stripe_unit'))}"
             + (", all of them on every device" if everywhere else "")
             + (f": {states}" if states else "")
@@ -163,12 +166,12 @@ def render_status(status: Json) -> str:
             "",
             f"  blocks asked for {asked:.0f}, found {found}; "
             f"read {size_text(number(counters, 'read_bytes'))}, written {size_text(number(counters, 'write_bytes'))}",
-            f"  evicted {number(counters, 'evicted_blocks'):.0f} blocks in "
-            f"{number(counters, 'evicted_segments'):.0f} segments, "
+            f"  evicted {counted(number(counters, 'evicted_blocks'), 'block')} in "
+            f"{counted(number(counters, 'evicted_segments'), 'segment')}, "
             f"carried over {number(counters, 'carried_blocks'):.0f}; dropped bad {number(counters, 'bad_blocks'):.0f}",
-            f"  parents known of {number(counters, 'parents_known'):.0f} blocks, "
-            f"{number(counters, 'orphans'):.0f} became orphans; {number(counters, 'ghosts'):.0f} evicted blocks "
-            f"remembered, {number(counters, 'ghosts_returned'):.0f} came back",
+            f"  parents known of {counted(number(counters, 'parents_known'), 'block')}, orphans "
+            f"{number(counters, 'orphans'):.0f}; evicted and remembered {number(counters, 'ghosts'):.0f}, "
+            f"came back {number(counters, 'ghosts_returned'):.0f}",
             *_native_line(counters),
         ]
     errors = (
@@ -202,10 +205,14 @@ def render_device_list(status: Json) -> list[str]:
 
 def render_list(document: Json, *, pins_only: bool = False) -> str:
     """The text of `kvfs list`."""
-    lines = [] if pins_only else _places("namespace", items(document, "namespaces"))
-    pins = items(document, "pins")
+    spaces, pins = items(document, "namespaces"), items(document, "pins")
+    whole = [{**section(document, "total"), "path": "total"}] if len(spaces) > 1 else []
+    lines = [] if pins_only else _places("namespace", [*spaces, *whole])
     if pins or pins_only:
         lines += [*([""] if lines else []), *_places("pinned", pins)]
+    age_s = number(document, "age_s")
+    if age_s >= 0.1:
+        lines += ["", f"counted {age_s:.1f} s ago (--fresh: now)"]
     return "\n".join(lines)
 
 
@@ -259,14 +266,14 @@ def _native_line(counters: Json) -> list[str]:
     if not number(counters, "native_clients") and not number(counters, "native_lookups"):
         return []
     return [
-        f"  native: {number(counters, 'native_clients'):.0f} clients; read {number(counters, 'native_gets'):.0f} "
-        f"blocks ({size_text(number(counters, 'native_get_bytes'))}), stored {number(counters, 'native_puts'):.0f} "
-        f"({size_text(number(counters, 'native_put_bytes'))}); prestaged {number(counters, 'native_prestaged'):.0f}, "
-        f"used {number(counters, 'native_prestage_used'):.0f}, "
+        f"  native: {counted(number(counters, 'native_clients'), 'client')}; read "
+        f"{counted(number(counters, 'native_gets'), 'block')} ({size_text(number(counters, 'native_get_bytes'))}), "
+        f"stored {number(counters, 'native_puts'):.0f} ({size_text(number(counters, 'native_put_bytes'))}); "
+        f"prestaged {number(counters, 'native_prestaged'):.0f}, used {number(counters, 'native_prestage_used'):.0f}, "
         f"wasted {number(counters, 'native_prestage_wasted'):.0f}; reservations "
         f"{number(counters, 'reservations_open'):.0f} open, {number(counters, 'reservations_reclaimed'):.0f} reclaimed"
-        f"; leased {number(counters, 'leased_blocks'):.0f} blocks ({size_text(number(counters, 'leased_bytes'))}) by "
-        f"{number(counters, 'leased_clients'):.0f} clients"
+        f"; leased {counted(number(counters, 'leased_blocks'), 'block')} "
+        f"({size_text(number(counters, 'leased_bytes'))}) by {counted(number(counters, 'leased_clients'), 'client')}"
     ]
 
 

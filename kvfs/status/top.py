@@ -21,10 +21,10 @@ from kvfs.status.numbers import (
     latency_summary,
     number,
     section,
-    size_text,
     time_text,
 )
 from kvfs.status.pod import owner_rows, pod_lines
+from kvfs.units import size_text
 
 # The daemon walks its index for a survey.
 SURVEY_EVERY_S = 10.0

@@ -40,6 +40,7 @@ from kvfs.store.health import HARMLESS, DeviceState, Failures, Pace, judge
 from kvfs.store.segment import State, usage
 from kvfs.store.slabs import Slabs
 from kvfs.types import PAGE_SIZE, InodeNumber, SegmentIndex
+from kvfs.units import counted, told_size
 
 log = logging.getLogger("kvfs.store.service")
 
@@ -598,8 +599,8 @@ class DeviceService:
         left = len(self._segments.own) - len(lost)
         if left < SEGMENTS_MIN:
             raise UsageError(
-                f"device {device}: without it {left} segments are left, at least {SEGMENTS_MIN} are needed "
-                f"(stripe width {self.config.geometry.stripe_width}); replace it"
+                f"device {device}: without it {counted(left, 'segment')} would be left, at least {SEGMENTS_MIN} are "
+                f"needed (stripe width {self.config.geometry.stripe_width}); replace it"
             )
 
     def _check_slabs(self, device: int) -> None:
@@ -608,18 +609,21 @@ class DeviceService:
         if found:
             inodes = ", ".join(str(inode) for inode in found[:8])
             raise UsageError(
-                f"device {device}: {len(found)} slabs lie there (inodes {inodes}); end the programs that have them open"
+                f"device {device} has {counted(len(found), 'slab')} (inodes {inodes}); end the programs that have "
+                "them open"
             )
 
-    async def remove(self, device: int, drain: Callable[[Sequence[SegmentIndex]], Awaitable[None]] | None) -> int:
-        """Remove the device for good. `drain` empties segments before. Returns how many blocks went with it."""
+    async def remove(self, device: int, drain: Callable[[Sequence[SegmentIndex]], Awaitable[int]] | None) -> int:
+        """Remove the device for good. `drain` empties segments before, and returns how many blocks it lost by that.
+        Returns how many went with the device, those included."""
         self.check_removable(device)
         self._check_slabs(device)
+        drained = 0
         if drain is not None and not self.all[device].state.away:
             self.all[device].draining = True
             self._apply_states()
             try:
-                await drain(self._of[device])
+                drained = await drain(self._of[device])
             finally:
                 self.all[device].draining = False
                 self._apply_states()
@@ -632,7 +636,7 @@ class DeviceService:
             self._set(device, DeviceState.REMOVED, "")
             self._take_away(device)
             try:
-                count = await self._drop_blocks(device)
+                count = drained + await self._drop_blocks(device)
                 await self._describe(replace(self.config, devices=tuple(devices)))
             except BaseException as error:
                 self._set(device, DeviceState.FAILED, f"could not be removed: {error}")
@@ -656,7 +660,9 @@ class DeviceService:
         try:
             needed = described.zones_offset + described.zone_count * self.config.geometry.zone_size + LABEL_SIZE
             if fresh.size < needed:
-                raise UsageError(f"{path}: {fresh.size} bytes; to replace device {device} it needs {needed}")
+                raise UsageError(
+                    f"{path}: {told_size(fresh.size)}; to replace device {device} it needs {told_size(needed)}"
+                )
             devices = list(self.config.devices)
             devices[device] = replace(
                 described, uuid=uuids.uuid4(), path=stored_path(path, self._opened.path), removed=False,

@@ -8,7 +8,8 @@ open by a name that a kernel kept until then fails, and the kernel looks the nam
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from heapq import nsmallest
 from operator import attrgetter
@@ -262,16 +263,16 @@ class Evictor:
                 kept.setdefault("open", Kept()).add(inode.inode, inode.size)
         return kept
 
-    async def drain(self, segment: Segment) -> bool:
+    async def drain(self, segment: Segment, lost: Callable[[int], None]) -> bool:
         """Empty a segment for good: what is pinned, open or was hit since it was written is carried over, however much
-        that is; the rest goes. False if there is no room for it."""
+        that is; the rest goes. `lost` is told how many blocks went. False if there is no room for it."""
         async with self._lock:
             while segment.state == State.OPEN:
                 await trio.sleep(0.01)
             if segment.state != State.CLOSED or segment.lost:
                 return True
             segment.state = State.EVICTING
-            return await self._evict(segment, drain=True)
+            return await self._evict(segment, drain=True, lost=lost)
 
     # ---- choosing ----
 
@@ -365,7 +366,10 @@ class Evictor:
 
     # ---- evicting ----
 
-    async def _evict(self, segment: Segment, *, drain: bool = False, clear: bool = False) -> bool:
+    async def _evict(
+        self, segment: Segment, *, drain: bool = False, clear: bool = False,
+        lost: Callable[[int], None] = lambda count: None,
+    ) -> bool:  # fmt: skip
         """Empty one segment, which is EVICTING, and free it. False if too much of it must stay; then it is CLOSED
         again. `clear`: what need not stay goes first, and in any case."""
         removed = 0
@@ -403,10 +407,19 @@ class Evictor:
             # The reserve is used up: what was copied stays copied.
             return False
         finally:
+            lost(removed)
             if segment.state == State.EVICTING:
                 segment.state = State.CLOSED
                 self._segments.changed(segment)
-                self._segments.free_if_empty(segment)
+                with self._counted_free():
+                    self._segments.free_if_empty(segment)
+
+    @contextmanager
+    def _counted_free(self) -> Iterator[None]:
+        """Count the segments that a step frees: a large block lies in others beside the one that is emptied."""
+        before = self._segments.freed
+        yield
+        self.counters.segments += self._segments.freed - before
 
     async def _look_at(self, groups: dict[InodeNumber, Group]) -> None:
         """Learn of each group what decides about all of it: whether one is in use, and the last use of
@@ -562,7 +575,8 @@ class Evictor:
         # Those that are sealed anew or copied right now.
         if busy := self._sealing.busy_of(inodes):
             inodes = [number for number in inodes if number not in busy]
-        evicted = self._blocks.evict(segment, inodes)
+        with self._counted_free():
+            evicted = self._blocks.evict(segment, inodes)
         self.counters.blocks += evicted.blocks
         self.counters.bytes += evicted.pages * PAGE_SIZE
         return removed + evicted.blocks

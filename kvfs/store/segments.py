@@ -35,6 +35,7 @@ from kvfs.store.eviction import TICKS_PER_POOL
 from kvfs.store.segment import Counter, Head, Segment, SegmentStatistics, State, usage
 from kvfs.store.segment_reader import SegmentReader
 from kvfs.types import PAGE_SIZE, ROOT_INODE, SLOT_STEP, InodeNumber, SegmentIndex
+from kvfs.units import counted
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +100,8 @@ class Segments:
         self.reader = SegmentReader(config, members, plane, epoch, self.on_impossible)
         # Set by the evictor: nothing can be freed now.
         self.exhausted = False
+        # How many segments became free, ever.
+        self.freed = 0
         self.need_space = trio.Event()
         self.need_flush = trio.Event()
         # One of the segments opened ahead was taken, or there may be room for one.
@@ -358,6 +361,7 @@ class Segments:
         assert segment.state in (State.CLOSED, State.EVICTING), segment
         segment.state = State.FREE
         segment.live_pages = 0
+        self.freed += 1
         if self._plane.pod is not None:
             self._plane.pod.life_ended(segment.index, segment.generation)
         self._resting.add(segment.index)
@@ -580,7 +584,7 @@ class Segments:
             else:
                 failed += 1
                 if failed == _OPEN_TRIES:
-                    failure = DeviceError(f"{failed} segments could not be opened: {self._open_error}")
+                    failure = DeviceError(f"not to be opened: {counted(failed, 'segment')}: {self._open_error}")
                     failure.errno = self._open_error.errno  # ENOSPC where a disk under file-backed devices is full
                     raise failure
 

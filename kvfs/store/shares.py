@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from kvfs.errors import ShareError
 from kvfs.plane import Plane
+from kvfs.units import told_size
 
 PINNED, RESERVED, SLABS = "pinned", "reserved", "slabs"
 _KINDS = (PINNED, RESERVED, SLABS)
@@ -91,10 +92,10 @@ class Shares:
     def check(self, user: int, size: int, what: str) -> None:
         """ShareError unless the user may hold so much more."""
         if not self.has_room(user, size):
-            parts = ", ".join(f"{held[user]} {kind}" for kind, held in self._held.items())
+            parts = ", ".join(f"{told_size(held[user])} {kind}" for kind, held in self._held.items())
             raise ShareError(
-                f"{what}: {size} bytes more for {name_of(user)}, who holds {parts}; the share of one user is "
-                f"{self.size}"
+                f"{what}: {told_size(size)} more for {name_of(user)}, who holds {parts}; the share of one user is "
+                f"{told_size(self.size)}"
             )
 
     def firm(self, kind: str) -> int:

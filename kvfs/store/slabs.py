@@ -25,6 +25,7 @@ from kvfs.store.sealing import Sealing
 from kvfs.store.segment import Segment
 from kvfs.store.shares import ROOT, SLABS
 from kvfs.types import PAGE_SIZE, InodeNumber
+from kvfs.units import counted, told_size
 
 log = logging.getLogger(__name__)
 
@@ -105,12 +106,12 @@ class Slabs:
         if used + needed > self.quota:
             area = self._segments.area * PAGE_SIZE
             raise NoSpaceError(
-                f"inode {number}: a slab of {size} bytes takes {needed} segments more of {area} bytes; slabs have "
-                f"{used} of the {self.quota} that slab_quota gives them"
+                f"inode {number}: a slab of {told_size(size)} takes {counted(needed, 'segment')} of "
+                f"{told_size(area)} more; slabs have {used} of the {self.quota} that slab_quota gives them"
             )
         known = self._slabs.get(number) if pages else None
         slab = _Slab(number, user=self._user(number) if known is None else known.user)
-        self._shares.check(slab.user, needed * self._segment_size, f"inode {number}: a slab of {size} bytes")
+        self._shares.check(slab.user, needed * self._segment_size, f"inode {number}: a slab of {told_size(size)}")
         try:
             for _ in range(needed):
                 segment = await self._segments.take_whole()

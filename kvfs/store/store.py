@@ -565,11 +565,18 @@ class Store:
         if self.rebuilding:
             raise KvfsError("the index is being rebuilt; devices can be changed when that is done")
 
-    async def _drain(self, indexes: Sequence[SegmentIndex]) -> None:
+    async def _drain(self, indexes: Sequence[SegmentIndex]) -> int:
+        """Empty these segments; returns how many blocks were not carried over."""
+        gone = 0
+
+        def lost(count: int) -> None:
+            nonlocal gone
+            gone += count
+
         for index in indexes:
             done = False
             with trio.move_on_after(_DRAIN_TIMEOUT_S):
-                while not await self.evictor.drain(self.segments.all[index]):
+                while not await self.evictor.drain(self.segments.all[index], lost):
                     # There is no room: other blocks go first.
                     if not await self.evictor.free_until(lambda: self.segments.free_count() > self.evictor.low):
                         await trio.sleep(0.1)
@@ -577,6 +584,7 @@ class Store:
                 done = True
             if not done:
                 raise NoSpaceError(f"segment {index}: not drained in {_DRAIN_TIMEOUT_S:.0f} s: no room for its blocks")
+        return gone
 
     # ---- closing ----
 

@@ -460,7 +460,7 @@ def test_another_device_in_its_place_is_not_taken_in_until_it_is_told_to(
     assert "needs" in pool.command("device", "replace", str(pool.path), str(SICK), str(new), check=False).stderr
     helpers.run("truncate", "--size", "48M", new)
     said = pool.command("device", "replace", str(pool.path), str(sick.device), str(new)).stdout
-    assert f"{len(files) - len(there)} blocks went" in said, said
+    assert re.search(rf"\b{len(files) - len(there)} blocks? went", said), said
     assert state(pool) == "online" and status(pool)["devices"][SICK]["path"] == str(new)
     before = status(pool)["devices"][SICK]["write_bytes"]
     more: dict[str, bytes] = {}
@@ -506,7 +506,7 @@ def test_a_device_is_removed_drained_and_devices_are_added(
     assert refused.returncode == 1 and f"kvfs umount {pool.path} ends it" in refused.stderr, refused.stderr
     pool.umount()
     said = pool.command("device", "add", str(pool.path), str(new)).stdout
-    assert "1 devices added, 18 segments more" in said, said
+    assert "1 device added, 18 segments more" in said, said
     assert "nothing is damaged" in pool.command("fsck", str(pool.path), "--verify-data").stdout
     pool.start()
     assert look(pool, files) == set(files)
@@ -592,7 +592,7 @@ def test_a_device_that_comes_and_goes_under_load_costs_misses_and_never_a_wrong_
 def test_what_would_leave_no_segments_is_refused(faulty: Callable[..., Faulty]) -> None:
     pool, _ = faulty(4, started=False)
     refused = pool.command("device", "remove", str(pool.path), "0", check=False)
-    assert refused.returncode == 2 and "without it 0 segments are left" in refused.stderr, refused.stderr
+    assert refused.returncode == 2 and "without it 0 segments would be left" in refused.stderr, refused.stderr
     unknown = pool.command("device", "remove", str(pool.path), "7", check=False)
     assert unknown.returncode == 2 and "no device of this pool" in unknown.stderr
     pool.start()

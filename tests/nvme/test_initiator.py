@@ -97,8 +97,13 @@ def test_what_cannot_be_opened_is_said():
             (f"nvme-tcp://127.0.0.1:{enclosure.port}/{NQNS[0]}?nsid=9", "namespace 9"),
             (f"nvme-tcp://127.0.0.1:1/{NQNS[0]}?nsid=1", "refused"),
         ]:
-            with pytest.raises(DeviceError, match=words):
+            with pytest.raises(DeviceError, match=words) as caught:
                 nvme_tcp.Controller(url)
+            address = url.split("/")[2]
+            assert str(caught.value).count(address) == 1, f"the address is told once: {caught.value}"
+    with pytest.raises(DeviceError, match="refused") as caught:
+        nvme_tcp.discover("nvme-tcp://127.0.0.1:1")
+    assert str(caught.value) == "127.0.0.1:1: connect: Connection refused"
     for url in ("nvme-tcp://h/nqn.x?nsid=0", "nvme-tcp://h/nqn.x?nsid=1&nsid=2", "nvme-tcp://h/x?nsid=1",
                 "nvme-tcp:///nqn.x?nsid=1", "nvme-tcp://h:99999/nqn.x", "nvme-tcp://h/nqn.x?colour=1",
                 "nvme-tcp://h/nqn.x?hdgst=2", f"nvme-tcp://h/nqn.{'x' * 220}?nsid=1"):  # fmt: skip

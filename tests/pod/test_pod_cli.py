@@ -68,7 +68,7 @@ def test_three_nodes_are_set_up_looked_at_and_one_retired(tmp_path: Path, capsys
     assert status == 0 and out == "slot 2: retired; its lots stay frozen\n"
     status, out, _ = run("pod", "status", pools[1], capsys=capsys)
     assert status == 0 and "this node is slot 1" in out and f"engine {ENGINE}" in out
-    assert "\n2     retired " in out and "lots are frozen: all nodes read them, none writes them" in out
+    assert "\n2     retired " in out and ", which all nodes read and none writes" in out
     status, _, error = run("pod", "retire", pools[1], 1, capsys=capsys)
     assert status == 2 and "this node's own" in error
 

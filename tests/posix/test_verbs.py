@@ -77,6 +77,60 @@ def test_list_has_blocks_bytes_hits_and_ages_of_each_namespace(pool: Pool) -> No
     assert status == 0 and out.splitlines()[1].split()[:2] == ["/", "5"]
 
 
+def test_list_of_a_directory_counts_what_is_below_it_alone(pool: Pool) -> None:
+    directory = filled(pool, "below", "00/a", "00/b", "ff/c", "d")
+    filled(pool, "below-2", "e")
+    kvfs("pin", directory / "ff" / "c", pool.mount / "below-2" / "e")
+    status, out, error = kvfs("list", directory, "--fresh", "-o", "json")
+    assert (status, error) == (0, "")
+    found = json.loads(out)
+    rows = {row["path"]: row["blocks"] for row in found["namespaces"]}
+    assert rows == {"/below": 1, "/below/00": 2, "/below/ff": 1} and found["age_s"] == 0
+    assert [pin["path"] for pin in found["pins"]] == ["/below/ff/c"]
+    assert (found["total"]["blocks"], found["total"]["bytes"]) == (4, 4 * SIZE)
+    # One sum, as du has it; and of a file.
+    status, out, _ = kvfs("list", directory, "--depth", "0", "--fresh")
+    assert status == 0 and [line.split()[:2] for line in out.splitlines()[1:2]] == [["/below", "4"]]
+    status, out, _ = kvfs("list", directory / "00" / "a", "-o", "json")
+    assert [(row["path"], row["kind"], row["blocks"]) for row in json.loads(out)["namespaces"]] == [
+        ("/below/00/a", "file", 1)
+    ]
+    kvfs("unpin", directory / "ff" / "c", pool.mount / "below-2" / "e")
+    status, _, error = kvfs("list", directory / "gone")
+    assert status == 1 and "/below/gone: no such file or directory" in error
+
+
+def test_list_says_how_old_its_counts_are_and_counts_anew_when_asked(pool: Pool) -> None:
+    directory = filled(pool, "aged", "a")
+    kvfs("list", directory, "--fresh")
+    write_file(directory / "b", content(SIZE))
+
+    def old() -> str:
+        _, out, _ = kvfs("list", directory)
+        return out if "s ago (--fresh: now)" in out else ""
+
+    out = wait_until(old, "an answer that is a tenth of a second old", timeout_s=4)
+    assert out.splitlines()[1].split()[:2] == ["/aged", "1"]
+    status, out, _ = kvfs("list", directory, "--fresh")
+    assert status == 0 and out.splitlines()[1].split()[:2] == ["/aged", "2"] and "ago" not in out
+
+
+def test_an_eviction_counts_every_segment_that_it_freed(tmp_path: pathlib.Path) -> None:
+    """The parts of a large block lie in many segments, and one of them is the one that is evicted."""
+    with Pool(files=1, size="160M", format_args=["--segment-size", "2M"]) as made:
+        with open(made.mount / "large", "wb") as file:
+            for index in range(40):
+                file.write(content(1 << 20, index))
+        status, out, error = kvfs("evict", made.mount, "--all", "-o", "json")
+        assert status == 0, error
+        evicted = json.loads(out)
+        assert evicted["evicted_blocks"] == 1 and evicted["evicted_segments"] >= 15, evicted
+        status, out, _ = kvfs("evict", made.mount, "--all")
+        assert out.splitlines()[0] == "evicted 0 blocks of 0; 0 segments freed"
+        status, _, error = kvfs("evict", made.mount, "--size", "1G")
+        assert status == 1 and error.endswith("0 of 1G could be evicted\n")
+
+
 def test_list_has_what_is_pinned(pool: Pool) -> None:
     directory = filled(pool, "pinned", "a", "b", "below/c")
     assert kvfs("pin", directory, directory / "a")[0] == 0
@@ -130,7 +184,7 @@ def test_prestage_reads_into_the_page_cache(pool: Pool) -> None:
     for name in ("a", "below/b", "below/c"):
         assert (directory / name).read_bytes() == content(SIZE, name)
     assert pool.status()["counters"]["reads"] == read, "read again"
-    assert "1 blocks of" in kvfs("prestage", directory / "a")[1]
+    assert "1 block of" in kvfs("prestage", directory / "a")[1]
 
 
 def test_prestage_is_about_mounts(tmp_path: pathlib.Path) -> None:

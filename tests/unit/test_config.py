@@ -101,7 +101,7 @@ def test_what_is_written_reads_back() -> None:
         ("version = 2", "version = 3", "newer"),
         ("version = 2", "version = 1", "a pool of format 1, and this kvfs reads format 2"),
         ("version = 2", "", "version is missing"),
-        ("stripe_width = 3", "stripe_width = 4", "geometry.stripe_width is 4, but there are 3"),
+        ("stripe_width = 3", "stripe_width = 4", "geometry.stripe_width is 4, but the pool has 3"),
         ("stripe_width = 3", 'stripe_width = "3"', "geometry.stripe_width"),
         ("stripe_width = 3", "stripe_width = true", "geometry.stripe_width"),
         ("stripe_width = 3", "stripe_width = 3\ncolour = 1", "geometry.colour"),

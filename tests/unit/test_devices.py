@@ -103,9 +103,7 @@ def test_a_device_given_twice_missing_or_no_device_is_refused(tmp_path: Path) ->
     refused(tmp_path / "pool", "given twice", device, tmp_path / "." / "d", kind=UsageError)
     refused(tmp_path / "pool", "No such file", tmp_path / "none", kind=DeviceError)
     refused(tmp_path / "pool", "neither a block device nor a file", tmp_path, kind=DeviceError)
-    refused(
-        tmp_path / "pool", "1048576 bytes; a device needs at least", sparse(tmp_path / "s", 1 << 20), kind=UsageError
-    )
+    refused(tmp_path / "pool", "1M; a device needs at least", sparse(tmp_path / "s", 1 << 20), kind=UsageError)
 
 
 def test_a_directory_in_use_is_not_made_a_pool(tmp_path: Path) -> None:

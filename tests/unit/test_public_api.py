@@ -1,4 +1,4 @@
-"""What `import kvfs` gives: everything public says what it does, and is there at once."""
+"""The public names of kvfs: each says what it does, and is there after `import kvfs`."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ def test_other_bytes_than_were_stored_are_told(tmp_path: Path, capsys: pytest.Ca
     assert [(record.loaded, record.wrong) for record in ended(outcome)] == [(0, 1)]
     words = ["replay", str(written(tmp_path / "t", requests)), "--target", str(target), "--block-size", str(BLOCK)]
     assert cli.main([*words, "--full-speed", "--buffered", "--verify"]) == 1
-    assert "not what was stored" in capsys.readouterr().err
+    assert "not as stored" in capsys.readouterr().err
 
 
 def test_a_short_file_and_a_store_that_fails_are_counted_by_errno(tmp_path: Path) -> None:
@@ -230,10 +230,10 @@ def test_an_interrupt_ends_it_early_and_keeps_what_was_measured(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"block_size": 5000}, "a block of 5000 bytes"),
-        ({"block_size": 0}, "a block of 0 bytes"),
-        ({"memory": 4096}, "--memory: 4096"),
-        ({"lru_bytes": 4096}, "--lru: 4096"),
+        ({"block_size": 5000}, r"a block of 4.88K \(5000 bytes\)"),
+        ({"block_size": 0}, "a block of 0: a multiple"),
+        ({"memory": 4096}, "--memory: 4K cannot hold"),
+        ({"lru_bytes": 4096}, "--lru: 4K cannot hold"),
         ({"native": True}, "--native: not together"),
         ({"target": Path("/dev/null")}, "/dev/null: not a directory"),
         ({"target": Path("/proc/self"), "buffered": False}, "/proc/self: no file can be made there"),

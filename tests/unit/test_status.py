@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
+import re
 
+import pytest
+from helpers import REPOSITORY
+
+from kvfs.cli.command import parser
 from kvfs.status import numbers, prometheus
 from kvfs.status.change import difference
+from kvfs.status.legend import LEGENDS
 from kvfs.status.overview import render_overview
 from kvfs.status.text import render_stats, render_stats_header, render_stats_line, render_status
-from kvfs.units import percentile_ns
+from kvfs.units import counted, percentile_ns, size_text, told_size
 
 BUCKETS = [0] * 40
 
@@ -91,14 +96,69 @@ def test_percentiles_grow_with_the_percentage() -> None:
 
 @pytest.mark.parametrize(
     ("size", "text"),
-    [(0, "0"), (1023, "1023"), (1536, "1.50K"), (150 << 10, "150K"), (4 << 30, "4.00G"), (5 << 50, "5.00P")],
-)
+    [(0, "0"), (1023, "1023"), (1536, "1.50K"), (150 << 10, "150K"), (4 << 30, "4.00G"), (5 << 50, "5.00P"),
+     (1000 << 10, "1000K"), (1023 << 20, "1023M"), ((1 << 30) - 1, "1.00G"), (2000 << 50, "2000.00P")],
+)  # fmt: skip
 def test_sizes_read_as_zpool_prints_them(size: int, text: str) -> None:
-    assert numbers.size_text(size) == text
+    assert size_text(size) == text
+
+
+def test_no_size_count_or_time_reads_as_a_power_of_ten() -> None:
+    for exponent in range(70):
+        for size in (1 << exponent, (1 << exponent) - 1, 1000 << exponent, 1023 << exponent):
+            texts = (size_text(size), numbers.count_text(size), numbers.time_text(size), numbers.age_text(size))
+            assert not any("e+" in text for text in texts), texts
+            assert float(size_text(size).rstrip("KMGTP")) < 1024 or size_text(size).endswith("P"), size
 
 
 @pytest.mark.parametrize(
-    ("count", "text"), [(0, "0"), (999, "999"), (2.5, "2.5"), (12345, "12.3k"), (3_600_000, "3.6M"), (7e12, "7000.0G")]
+    ("count", "noun", "text"),
+    [(0, "block", "0 blocks"), (1, "segment", "1 segment"), (2, "directory", "2 directories"), (1, "entry", "1 entry"),
+     (3, "batch of this node", "3 batches of this node"), (1, "thing damaged", "1 thing damaged")],
+)  # fmt: skip
+def test_a_count_has_its_noun_in_the_right_number(count: int, noun: str, text: str) -> None:
+    assert counted(count, noun) == text
+
+
+def test_counts_in_what_people_read_go_through_one_function() -> None:
+    """A number before a plural reads "1 segments" some day."""
+    plain = re.compile(
+        r"\{[^{}]+\} (blocks|segments|devices|files|directories|requests|things|findings|nodes|slots|lots|errors|names|"
+        r"timeouts|clients|batches|entries|changes|slabs|units|sockets)\b"
+    )
+    rooms = ("cli", "status", "replay", "pool", "pod")
+    said = [
+        f"{path.name}: {line.strip()}"
+        for room in rooms
+        for path in sorted((REPOSITORY / "kvfs" / room).glob("*.py"))
+        for line in path.read_text().splitlines()
+        # Rates, limits and parts of a whole are no counts of things.
+        if plain.search(line) and not re.search(r"blocks/s|nodes live|each of \{nodes\}|_MAX\} nodes", line)
+    ]
+    assert said == []
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(36 << 20, "36M"), (4097, "4.00K (4097 bytes)"), (17, "17"), ((36 << 20) + 1, "36.00M (37748737 bytes)")],
+)
+def test_a_size_in_a_message_is_exact_and_readable(size: int, text: str) -> None:
+    assert told_size(size) == text
+
+
+def test_every_word_of_a_watching_verb_that_is_explained_is_one_that_it_prints() -> None:
+    top = parser()
+    helps = {verb: top._subparsers._group_actions[0].choices[verb].format_help() for verb in LEGENDS}  # type: ignore
+    for verb, words in LEGENDS.items():
+        for word, text in words:
+            assert word in helps[verb] and " ".join(text.split()[:3]) in helps[verb]
+    shown = render_status(document(users=[{"name": "eve", "evicted_open": 3}], share=1 << 20))
+    columns = [word for words, _ in LEGENDS["status"] for word in words.split(", ")]
+    assert [word for word in columns if word not in shown and word != "segments"] == []
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0"), (999, "999"), (2.5, "2.5"), (12345, "12.3k"), (3_600_000, "3.6M"), (7e12, "7.0T")]
 )
 def test_counts_are_short(count: float, text: str) -> None:
     assert numbers.count_text(count) == text
@@ -124,7 +184,7 @@ def test_status_gives_advice_on_a_failing_device() -> None:
     failing = document()
     failing["devices"] = [{"path": "/dev/nvme1n1", "size": 1, "errors": 3, "timeouts": 1}]
     text = render_status(failing)
-    assert "device /dev/nvme1n1: 3 errors, 1 timeouts" in text
+    assert "device /dev/nvme1n1: 3 errors, 1 timeout;" in text
     assert "errors: 3, see advice" in text
 
 
@@ -232,7 +292,7 @@ def test_an_export_s_counters_are_differences_too() -> None:
 
 def test_a_guest_that_breaks_the_protocol_is_advice() -> None:
     text = render_status(document(exports=[{**EXPORT, "descriptor_errors": 2, "protocol_errors": 1}]))
-    assert "export /run/kvfs/vm1.sock: 3 requests or messages that break the protocol" in text
+    assert "export /run/kvfs/vm1.sock: 3 breaches of the protocol" in text
 
 
 def test_an_overview_is_a_line_for_each_pool() -> None:
@@ -248,7 +308,7 @@ def test_an_overview_is_a_line_for_each_pool() -> None:
         "/srv/a",
         "/mnt/a",
         "mounted",
-        numbers.size_text(1 << 30),
+        size_text(1 << 30),
         "50%",
         "7",
         "75.0%",
