@@ -350,6 +350,10 @@ class Names:
         if result < 0:
             raise NamesError("no memory for a record")
 
+    def limit(self, files: int, directories: int) -> None:
+        """So many that are as the index has them are kept at most. For tests."""
+        lib.kvfs_names_limit(self._names, files, directories)
+
     def forget(self) -> None:
         """Forget all that is as the index has it."""
         lib.kvfs_names_forget(self._names)

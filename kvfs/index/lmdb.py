@@ -470,14 +470,14 @@ class LmdbIndex:
         self.bring((number,))
 
     def keep_above(self, directory: InodeNumber) -> None:
-        """As keep(), for a directory and all above it."""
-        number: int = directory
-        for _ in range(_DEPTH_MAX):
-            self.keep(number)
-            record = self._names.get(number)
-            if not record or number == ROOT_INODE:
-                return
+        """As keep(), for a directory and all above it. The directory comes last: what is loaded makes older ones leave,
+        and without the directory nothing can be made in it."""
+        number, way = int(directory), [int(directory)]
+        while number != ROOT_INODE and len(way) < _DEPTH_MAX and (record := self._raw(number)):
             (number,) = RECORD_PARENT.unpack_from(record, PARENT_OFFSET)
+            way.append(number)
+        for number in reversed(way):
+            self.keep(number)
 
     def hidden_holder(self, parent: InodeNumber, name: bytes) -> int:
         """The hidden block that has this name; 0: there is none. Once the name is given to another, it has to go."""

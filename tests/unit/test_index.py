@@ -60,6 +60,19 @@ def test_a_directory_is_kept_with_all_above_it(index: LmdbIndex) -> None:
     assert in_memory(index, 10, 11) == [True, True]
 
 
+def test_a_directory_stays_in_memory_while_those_above_it_are_loaded(index: LmdbIndex) -> None:
+    """With room for two: without the directory itself a native put would be told ENOENT."""
+    for number in range(10, 16):
+        index.put(directory(number, number - 1 if number > 10 else 1), None)
+    trio.run(index.commit)
+    for room in (1, 2, 3):
+        index._names.forget()
+        index._names.limit(room, room)
+        index.keep(15)
+        index.keep_above(InodeNumber(15))
+        assert in_memory(index, *range(10, 16)) == [False] * (6 - room) + [True] * room
+
+
 def test_what_is_loaded_together_is_in_memory_together(index: LmdbIndex) -> None:
     """There is room for 32,768 unchanged files. Half of those that are asked for are the oldest of them."""
     for number in range(10, 10 + (1 << 15) + 50):

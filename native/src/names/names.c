@@ -275,7 +275,7 @@ static void entry_clean(struct kvfs_names *names, struct entry *entry) {
     bool directory = entry->record->kind == KVFS_KIND_DIRECTORY;
     enum state state = directory ? CLEAN_DIRECTORY : CLEAN;
     entry_move(names, entry, state);
-    if (names->counts[state] > (directory ? CLEAN_DIRECTORIES_MAX : CLEAN_FILES_MAX))
+    if (names->counts[state] > names->clean_max[state])
         entry_forget(names, entry_at(names->states[state].after));
 }
 
@@ -370,6 +370,8 @@ int kvfs_names_create(struct kvfs_names **out) {
         link_init(&names->members[i]);
     link_init(&names->removed);
     link_init(&names->in_flight);
+    names->clean_max[CLEAN] = CLEAN_FILES_MAX;
+    names->clean_max[CLEAN_DIRECTORY] = CLEAN_DIRECTORIES_MAX;
     names->batch = 1;
     names->left = KVFS_LEAVE_CLOSED;
     if (map_init(&names->entries) < 0 || map_init(&names->names) < 0 || map_init(&names->directories) < 0) {
@@ -623,6 +625,13 @@ int names_removable(struct kvfs_names *names, uint64_t inode) {
     struct name *name;
     assert(entry);
     return entry_list(names, entry, &name);
+}
+
+void kvfs_names_limit(struct kvfs_names *names, uint64_t files, uint64_t directories) {
+    pthread_mutex_lock(&names->lock);
+    names->clean_max[CLEAN] = files;
+    names->clean_max[CLEAN_DIRECTORY] = directories;
+    pthread_mutex_unlock(&names->lock);
 }
 
 void kvfs_names_forget(struct kvfs_names *names) {
