@@ -411,7 +411,7 @@ class _Connection:
 
     async def run(self) -> None:
         """Serve a client that was welcomed."""
-        self._holder, self._lessee = self._store.reservations.join(self.peer.uid), Lessee()
+        self._holder, self._lessee = self._store.reservations.join(self.peer.uid), Lessee(self.peer.uid)
         try:
             async with trio.open_nursery() as self._nursery:
                 with self._scope:
@@ -548,6 +548,7 @@ class _Connection:
 
     async def reserve(self, payload: bytes) -> bytes:
         base, space, count, flags, at = parse_where(payload, Flags.TABLE | Flags.HASHES | Flags.PARENTS)
+        await self._namespace.room_for_name()
         if flags & Flags.TABLE:
             table, at = parse_table(payload, at)
             items = Part(payload, at)

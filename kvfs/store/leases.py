@@ -5,6 +5,9 @@ eviction alone. A block that is deleted, replaced, damaged, or on a device that 
 blocks are kept is counted in the data plane (native/src/content/lease.c), one call for a frame. Here are
 the deadlines and the bounds. Leases are few enough that eviction always has something to take.
 
+All leases of a user together are at most as many as are left to others: half where nobody else has any. So however
+many users come, each finds some left. Root and the daemon's own user are bound as clients alone.
+
 In a pod a lease may also keep blocks of other nodes, which those keep by rules of their own. Here is when they are told
 that it has ended, and how many there may be.
 """
@@ -21,6 +24,7 @@ import trio
 from kvfs.frames import LeasedBlocks, Room
 from kvfs.lent import Part
 from kvfs.store.blocks import Blocks
+from kvfs.store.shares import ROOT
 from kvfs.types import COUNTER_BITS, PAGE_SIZE
 
 # A longer lease is cut to this.
@@ -39,9 +43,19 @@ _STALE_MAX = 64
 
 @dataclass(slots=True, eq=False)
 class Lessee:
-    """One client. Only Leases changes it."""
+    """One client, and its user. Only Leases changes it."""
 
+    user: int = ROOT
     leases: dict[int, _Lease] = field(default_factory=dict)
+    blocks: int = 0
+    pages: int = 0
+
+
+@dataclass(slots=True)
+class _Sum:
+    """All that a user's clients have."""
+
+    leases: int = 0
     blocks: int = 0
     pages: int = 0
 
@@ -105,11 +119,12 @@ class Leases:
     """All native clients' leases of a mounted pool. `run()` must run."""
 
     def __init__(self, blocks: Blocks, epoch: int) -> None:
-        self._segments, self._frames = blocks.segments, blocks.plane.frames
+        self._segments, self._frames, self._shares = blocks.segments, blocks.plane.frames, blocks.shares
         # No number of an earlier daemon is used again: a client that has outlived it may still release that.
         self._last_number = epoch << COUNTER_BITS
         self._leases: dict[int, _Lease] = {}
         self._lessees: set[Lessee] = set()
+        self._sums: dict[int, _Sum] = {}
         self._deadlines: list[tuple[float, int]] = []  # a heap; also of leases that were released
         self._blocks = self._granted = self._refused = self._expired = 0
         self._sooner = trio.Event()
@@ -119,7 +134,7 @@ class Leases:
 
     def keep(self, user: int, inode: int, seconds: int) -> bool:
         """A user of the mount keeps one inode for so long at least, as a client does. A later call replaces this."""
-        lessee = self._users.setdefault(user, Lessee())
+        lessee = self._users.setdefault(user, Lessee(user))
         number, _ = self.take(lessee, 0, seconds * 1000, Part(inode.to_bytes(8, "little")))
         if number:
             self.drop_kept(user, inode)
@@ -136,8 +151,7 @@ class Leases:
         lease's number, 0 if it keeps nothing, and a byte for each inode: 1: it is kept."""
         count = inodes.size // 8
         lease = lessee.leases.get(number)
-        full = len(lessee.leases) >= _LEASES_MAX or len(self._leases) >= _ALL_LEASES_MAX
-        if lease is None and (number or full):
+        if lease is None and (number or self._is_full(lessee)):
             self._refused += count
             return 0, bytes(count)
         told = self._frames.lease() if lease is None else lease.told
@@ -152,9 +166,7 @@ class Leases:
         self._refused += count - kept
         if not kept:
             return number, held
-        self._blocks += kept
-        lessee.blocks += kept
-        lessee.pages += told.pages - before[1]
+        self._count(lessee, kept, told.pages - before[1])
         assert told.count == before[0] + kept
         return (number if lease is not None else self._enter(lessee, told, _until(milliseconds))), held
 
@@ -163,18 +175,15 @@ class Leases:
         """Other nodes are asked for so many blocks, for a new lease or that of a number. Those asked for count against
         the bounds; after that, those that are kept."""
         lease = lessee.leases.get(number)
-        full = len(lessee.leases) >= _LEASES_MAX or len(self._leases) >= _ALL_LEASES_MAX
-        room = min(_BLOCKS_MAX - lessee.blocks, _ALL_BLOCKS_MAX - self._blocks)
-        blocks = max(0, min(count, 0 if lease is None and (number or full) else room))
+        full = lease is None and (number or self._is_full(lessee))
+        blocks = 0 if full else min(count, self._block_room(lessee))
         asking = Asking(self, lessee, number, _until(milliseconds) if lease is None else lease.until_s, blocks)
         before = self._granted
-        self._blocks += blocks
-        lessee.blocks += blocks
+        self._count(lessee, blocks)
         try:
             yield asking
         finally:
-            self._blocks -= blocks
-            lessee.blocks -= blocks
+            self._count(lessee, -blocks)
             asking.end()
             self._refused += max(0, count - (self._granted - before))
 
@@ -191,22 +200,51 @@ class Leases:
             lease = lessee.leases[number]
             lease.other_blocks += kept
             lease.others += others
-            self._blocks += kept
-            lessee.blocks += kept
+            self._count(lessee, kept)
             self._granted += kept
         return number
 
+    def _count(self, lessee: Lessee, blocks: int, pages: int = 0, leases: int = 0) -> None:
+        """So much more, or less, of a client."""
+        of_user = self._sums.setdefault(lessee.user, _Sum())
+        self._blocks += blocks
+        lessee.blocks += blocks
+        lessee.pages += pages
+        of_user.leases += leases
+        of_user.blocks += blocks
+        of_user.pages += pages
+        assert min(self._blocks, lessee.blocks, lessee.pages, of_user.leases, of_user.blocks, of_user.pages) >= 0
+        if of_user == _Sum():
+            del self._sums[lessee.user]
+
+    def _fair(self, lessee: Lessee, has: int, left: int) -> int:
+        """The most that a user with so much may take of what is left: no more than others find then."""
+        return left if self._shares.is_exempt(lessee.user) else (left - has) // 2
+
+    def _is_full(self, lessee: Lessee) -> bool:
+        """Whether there can be no more leases of this client."""
+        has, left = self._sums.get(lessee.user, _Sum()).leases, _ALL_LEASES_MAX - len(self._leases)
+        fair = left if self._shares.is_exempt(lessee.user) else left - has
+        return len(lessee.leases) >= _LEASES_MAX or fair <= 0
+
+    def _block_room(self, lessee: Lessee) -> int:
+        has, left = self._sums.get(lessee.user, _Sum()).blocks, _ALL_BLOCKS_MAX - self._blocks
+        return max(0, min(_BLOCKS_MAX - lessee.blocks, self._fair(lessee, has, left)))
+
     def _room(self, lessee: Lessee) -> Room:
         pool = self._segments.usable * self._segments.area
-        return Room(
-            max(0, pool // _CLIENT_SHARE - lessee.pages), pool // _POOL_SHARE,
-            max(0, min(_BLOCKS_MAX - lessee.blocks, _ALL_BLOCKS_MAX - self._blocks)),
-        )  # fmt: skip
+        own = pool // _CLIENT_SHARE - lessee.pages
+        if not self._shares.is_exempt(lessee.user):
+            _, leased = self._frames.leased()
+            has = self._sums.get(lessee.user, _Sum()).pages
+            own = min(own, self._fair(lessee, has, pool // _POOL_SHARE - leased))
+        return Room(max(0, own), pool // _POOL_SHARE, self._block_room(lessee))
 
     def _enter(self, lessee: Lessee, told: LeasedBlocks, until_s: float) -> int:
         self._last_number += 1
         number = self._last_number
         self._leases[number] = lessee.leases[number] = _Lease(lessee, told, until_s)
+        self._count(lessee, 0, 0, 1)
         self._lessees.add(lessee)
         heappush(self._deadlines, (until_s, number))
         if self._deadlines[0][1] == number:
@@ -239,11 +277,7 @@ class Leases:
         if lease.kept is not None:
             self._kept.pop(lease.kept, None)
         del lessee.leases[number]
-        blocks = told.count + lease.other_blocks
-        self._blocks -= blocks
-        lessee.blocks -= blocks
-        lessee.pages -= told.pages
-        assert self._blocks >= 0 and lessee.blocks >= 0 and lessee.pages >= 0
+        self._count(lessee, -told.count - lease.other_blocks, -told.pages, -1)
         if not lessee.leases:
             self._lessees.discard(lessee)
         self._frames.lease_end(told)

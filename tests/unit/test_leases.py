@@ -122,6 +122,43 @@ def test_over_a_bound_a_block_is_not_held_and_nothing_else_happens(
     with_store(pool, work)
 
 
+ALICE, BOB, CAROL = 41_002, 41_003, 41_004
+
+
+@pytest.mark.parametrize(
+    ("bound", "value"), [("_ALL_LEASES_MAX", 24), ("_ALL_BLOCKS_MAX", 24), ("_POOL_SHARE", None)]
+)  # fmt: skip
+def test_no_users_take_all_leases_by_clients_or_by_the_attribute(
+    pool: Path, monkeypatch: pytest.MonkeyPatch, bound: str, value: int | None
+) -> None:
+    async def work(store: Store) -> None:
+        inodes = await blocks(store, 24)
+        size = store.segments.usable * store.segments.area
+        monkeypatch.setattr(leases_module, bound, value if value is not None else size // (24 * PAGES))
+        monkeypatch.setattr(leases_module, "_CLIENT_SHARE", 1)
+
+        def keep_all(user: int) -> int:
+            return sum(store.leases.keep(user, inode, 60) for inode in inodes)
+
+        # By the attribute, and by as many clients as there are blocks.
+        alice, clients = keep_all(ALICE), [Lessee(BOB) for _ in inodes]
+        assert 10 <= alice <= 12, "half, where nobody else has any"
+        room = store.leases.statistics().blocks
+        bob = sum(take(store, client, [inode])[1][0] for client, inode in zip(clients, inodes[::-1], strict=True))
+        # A block that two lease counts once for the pool's room.
+        assert 4 <= bob <= 12 and store.leases.statistics().blocks >= room
+        assert keep_all(CAROL) >= 1, "and each of many finds some"
+        for client in clients:
+            store.leases.leave(client)
+        for inode in inodes:
+            for user in (ALICE, CAROL):
+                store.leases.drop_kept(user, inode)
+        assert figures(store) == (0, 0, 0, 0) and not store.leases._sums
+        assert keep_all(BOB) == alice
+
+    with_store(pool, work)
+
+
 def test_a_flood_of_leases_leaves_no_deadlines(pool: Path) -> None:
     async def work(store: Store) -> None:
         (inode,) = await blocks(store, 1)
