@@ -21,6 +21,19 @@ static inline int64_t sealed_size(int fd) {
     return seals < 0 || !(seals & F_SEAL_SHRINK) || status.st_size < KVFS_PAGE_SIZE ? -EBADMSG : status.st_size;
 }
 
+#ifndef F_SEAL_FUTURE_WRITE
+#define F_SEAL_FUTURE_WRITE 0x0010
+#endif
+
+/* Sealed by its one writer: those to whom the memory is given read it, and nothing changes its size. A mapping that is there stays writable; no later
+ * one can be. No seal forbids fallocate(2), which takes the memory of all that is sparse. So nobody but the owner opens it anew for writing, by
+ * /proc. 0 or -errno. */
+static inline int sealed_make(int fd) {
+    int seals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_FUTURE_WRITE | F_SEAL_SEAL;
+
+    return fchmod(fd, 0444) < 0 || fcntl(fd, F_ADD_SEALS, seals) < 0 ? -errno : 0;
+}
+
 /* Copy the begin of its first page. 0 or -errno. */
 static inline int sealed_peek(int fd, void *out, size_t size) {
     void *memory = mmap(NULL, KVFS_PAGE_SIZE, PROT_READ, MAP_SHARED, fd, 0);

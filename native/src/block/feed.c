@@ -1,12 +1,9 @@
 /* The writer of the feed. Layout and protocol: feed.h. */
 #include "block/feed.h"
+#include "base/sealed_memory.h"
 
 #include <fcntl.h>
 #include <sys/mman.h>
-
-#ifndef F_SEAL_FUTURE_WRITE
-#define F_SEAL_FUTURE_WRITE 0x0010
-#endif
 
 struct feed {
     struct feed_header *header;
@@ -26,9 +23,8 @@ int feed_create(uint64_t size, struct feed **out) {
     if (feed->fd >= 0 && ftruncate(feed->fd, (off_t)(PAGE + size)) == 0)
         memory = mmap(NULL, PAGE + size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, feed->fd, 0);
     feed->header = memory == MAP_FAILED ? NULL : memory;
-    /* This mapping stays writable; no later one can be. */
-    if (!feed->header || fcntl(feed->fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_FUTURE_WRITE | F_SEAL_SEAL) < 0) {
-        int r = -errno;
+    int r = feed->header ? sealed_make(feed->fd) : -errno;
+    if (r < 0) {
         feed_destroy(feed);
         return r;
     }

@@ -1,12 +1,9 @@
 /* The writer of the pod map: its memory, lives of segments, shapes, and the sweep. Layout and protocol: pod_layout.h. */
 #include "pod/pod_layout.h"
+#include "base/sealed_memory.h"
 
 #include <fcntl.h>
 #include <sys/mman.h>
-
-#ifndef F_SEAL_FUTURE_WRITE
-#define F_SEAL_FUTURE_WRITE 0x0010
-#endif
 
 /* A new life that would wait may bring the sweep forward by so much: some milliseconds. */
 #define SWEEP_AT_ONCE (UINT64_C(1) << 16)
@@ -84,10 +81,9 @@ int kvfs_pod_create(const struct kvfs_pod_config *config, struct kvfs_pod **out)
     pod_lay_out(pod);
     if (pod->constants.size >= 2u << 20)
         madvise(memory, pod->constants.size, MADV_HUGEPAGE); /* where the machine's setting for shared memory allows it */
-    /* This mapping stays writable; no later one can be. */
-    if (fcntl(pod->fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_FUTURE_WRITE | F_SEAL_SEAL) < 0)
-        goto failed;
-    r = create_writer(pod);
+    r = sealed_make(pod->fd);
+    if (r == 0)
+        r = create_writer(pod);
     if (r)
         goto out;
     pod->writer->own_slot = config->own_slot;
