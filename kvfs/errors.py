@@ -71,6 +71,10 @@ class NoSpaceError(KvfsError):
     errno = errno.ENOSPC
 
 
+class NamesFullError(NoSpaceError):
+    """The block table has no record for another name: eviction may make room (kvfs.store.table_room)."""
+
+
 class ShareError(NoSpaceError):
     """A user may hold no more of the pool (kvfs.store.shares)."""
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, cast
 import trio
 
 from kvfs._native import ffi, lib
-from kvfs.errors import KvfsError
+from kvfs.errors import KvfsError, NamesFullError
 from kvfs.frames import Frames
 from kvfs.names import LOOK, Evicted, Leave, Look, Names
 from kvfs.podmap import PodMap, PodOptions
@@ -481,8 +481,12 @@ class Plane:
     # ---- names ----
 
     def name_put(self, record: bytes, replaced: int) -> int:
+        """NamesFullError: there is no room for another name."""
         _assert_record(record)
-        return _check(lib.kvfs_name_put(self._plane, record, replaced), "block table: put")
+        result = lib.kvfs_name_put(self._plane, record, replaced)
+        if result == -errno.ENOSPC:
+            raise NamesFullError("block table: every record is taken")
+        return _check(result, "block table: put")
 
     def inode_update(self, record: bytes) -> int:
         _assert_record(record)
@@ -670,20 +674,27 @@ class Plane:
         """Set the bytes that may be open or being written. A write that needs more ends with this errno."""
         lib.kvfs_set_space(self._plane, size, error)
 
-    def set_share(self, size: int, exempt: int) -> None:
-        """Set the bytes that one user may hold. Root and `exempt` may hold all."""
-        lib.kvfs_set_share(self._plane, size, exempt)
+    def set_share(self, size: int, part: float, exempt: int) -> None:
+        """Set the bytes that one user may hold, and the part of the block table's names. Root and `exempt` may hold
+        all."""
+        lib.kvfs_set_share(self._plane, size, int(part * lib.KVFS_WHOLE), exempt)
+
+    def may_make_directory(self, user: int) -> bool:
+        """Whether the user has fewer names that eviction cannot take than one user may have."""
+        return bool(lib.kvfs_names_ask(self._plane, user) == 0)
 
     def user_hold(self, user: int, size: int) -> None:
         """Set the bytes that a user holds besides open blocks."""
         lib.kvfs_user_hold(self._plane, user, size)
 
-    def users(self) -> list[tuple[int, int, int, int]]:
-        """For each user that was ever seen: id, bytes of open blocks, bytes of files being written, blocks evicted
-        while they were open."""
+    def users(self) -> list[tuple[int, int, int, int, int]]:
+        """For each user that was ever seen: id, bytes of open blocks and of files being written, open blocks evicted,
+        and names that eviction cannot take."""
         out = ffi.new("struct kvfs_user[]", _USERS_MAX)
         count = lib.kvfs_users(self._plane, out, _USERS_MAX)
-        return [(out[i].id, out[i].open_bytes, out[i].writing_bytes, out[i].evicted) for i in range(count)]
+        return [
+            (out[i].id, out[i].open_bytes, out[i].writing_bytes, out[i].evicted, out[i].names) for i in range(count)
+        ]
 
     def inode_user(self, inode: int) -> int:
         """The user that the inode's open content is charged to. PlaneError: ENOENT."""

@@ -85,6 +85,10 @@ class Weights:
         price = price_of(price)
         lib.kvfs_weigh(worths.table, price, tick & TICK_MASK, blocks, self.all, self.count, self.ages.all)
 
+    def losses_by_record(self) -> list[float]:
+        """By segment: what goes with it, by the record that is gained in the block table; infinite where none is."""
+        return [w.loss / w.count if w.count else float("inf") for w in self.all]
+
     def losses(self, area: int) -> list[float]:
         """By segment of so many pages: what goes with it, by the page that is gained (kvfs_losses)."""
         lib.kvfs_losses(self.all, self.count, area, self._losses)

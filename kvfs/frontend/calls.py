@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import trio
 
-from kvfs.errors import ExistsError, IsDirectoryError, KvfsError, StaleInodeError
+from kvfs.errors import ExistsError, IsDirectoryError, KvfsError, NamesFullError, StaleInodeError
 from kvfs.frontend.fuse import errno_of
 from kvfs.namespace.files import Namespace
 from kvfs.plane import FUSE_FLUSH, Call, Plane
@@ -79,7 +79,17 @@ class Calls:
                 raise
             self._nursery.start_soon(self._open_existing, call)
             return
+        except NamesFullError:
+            self._nursery.start_soon(self._create_when_room, call)
+            return
         self._plane.answer(call.id, 0, made.inode)
+
+    async def _create_when_room(self, call: Call) -> None:
+        try:
+            await self._namespace.room_for_name()
+            self._create_now(call)
+        except Exception as error:
+            self._refuse(call, error)
 
     async def _open_existing(self, call: Call) -> None:
         try:

@@ -125,11 +125,15 @@ class Operations(pyfuse3.Operations):
 
     @_answers
     async def mkdir(self, parent_inode: int, name: bytes, mode: int, ctx: RequestContext) -> EntryAttributes:
-        return attributes(self._namespace.mkdir(InodeNumber(parent_inode), name, mode, ctx.uid, ctx.gid))
+        parent = InodeNumber(parent_inode)
+        made = functools.partial(self._namespace.mkdir, parent, name, mode, ctx.uid, ctx.gid)
+        return attributes(await self._namespace.when_room(made))
 
     @_answers
     async def symlink(self, parent_inode: int, name: bytes, target: bytes, ctx: RequestContext) -> EntryAttributes:
-        return attributes(self._namespace.symlink(InodeNumber(parent_inode), name, target, ctx.uid, ctx.gid))
+        parent = InodeNumber(parent_inode)
+        made = functools.partial(self._namespace.symlink, parent, name, target, ctx.uid, ctx.gid)
+        return attributes(await self._namespace.when_room(made))
 
     @_answers
     async def link(self, inode: int, new_parent_inode: int, new_name: bytes, ctx: RequestContext) -> EntryAttributes:

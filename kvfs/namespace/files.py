@@ -26,6 +26,7 @@ from kvfs.errors import (
     InvalidArgumentError,
     IsDirectoryError,
     KvfsError,
+    NamesFullError,
     NameTooLongError,
     NoAttributeError,
     NotDirectoryError,
@@ -250,11 +251,12 @@ class Namespace:
         blocks = space.size // PAGE_SIZE
         kept = (space.pinned + space.slabs) // PAGE_SIZE
         used = max(kept, min(space.used // PAGE_SIZE, blocks * USED_PERCENT_MAX // 100))
-        free_inodes = max(space.inodes_max - space.inodes, 0)
+        inodes = max(space.inodes_kept, min(space.inodes, space.inodes_max * USED_PERCENT_MAX // 100))
         nodes = 1 if self._foreign is None else self._foreign.parts
         return FilesystemSpace(
-            int(blocks * nodes), int(max(blocks - used, 0) * nodes), space.inodes + free_inodes, free_inodes
-        )
+            int(blocks * nodes), int(max(blocks - used, 0) * nodes), space.inodes_max,
+            max(space.inodes_max - inodes, 0),
+        )  # fmt: skip
 
     def readlink(self, number: InodeNumber) -> bytes:
         inode = self.get(number)
@@ -280,8 +282,20 @@ class Namespace:
 
     async def make_file(self, parent: InodeNumber, name: bytes, mode: int, uid: int, gid: int) -> Inode:
         """mknod(2): a new file without anybody who writes it, so its (empty) content is sealed here."""
-        inode = self.create(parent, name, mode, uid, gid)
+        inode = await self.when_room(lambda: self.create(parent, name, mode, uid, gid))
         return await self._sealing.seal(inode.inode) or inode
+
+    async def when_room(self, make: Callable[[], Inode]) -> Inode:
+        """make() a name; where the block table is full, once eviction has made room. NoSpaceError."""
+        while True:
+            try:
+                return make()
+            except NamesFullError:
+                await self.room_for_name()
+
+    async def room_for_name(self) -> None:
+        """Return when the block table has room. NoSpaceError."""
+        await self._blocks.table_room.wait()
 
     @step
     def mkdir(self, parent: InodeNumber, name: bytes, mode: int, uid: int, gid: int) -> Inode:
@@ -320,7 +334,10 @@ class Namespace:
             inode = None if found is None else self._directory(found)
             if inode is None and self._foreign is not None:
                 inode = self._enter_foreign(here.inode, name)
-            here = inode or self.mkdir(here.inode, name, mode, uid, gid)
+            if inode is None:
+                self._store.shares.check_names(uid, f"directory {name!r} in directory {here.inode}")
+                inode = self.mkdir(here.inode, name, mode, uid, gid)
+            here = inode
         return self._own(here)
 
     @staticmethod

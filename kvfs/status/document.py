@@ -123,6 +123,7 @@ def live_status(
             "pinned": space.pinned,
             "slabs": space.slabs,
         },
+        "names": {"size": space.inodes_max, "used": space.inodes, "kept": space.inodes_kept},
         "share": store.shares.size,
         "users": [{"name": name_of(user.user), **dataclasses.asdict(user)} for user in store.shares.statistics()],
         "segments": {

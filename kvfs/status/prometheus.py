@@ -113,6 +113,11 @@ COUNTERS = {
     "leases_refused": "Blocks that they were not given: no such block, or no room.",
     "leases_expired": "Leases that were not released by their deadline.",
 }
+_NAMES = {
+    "size": "Names that the pool has room for.",
+    "used": "Names: of blocks, directories, links and files that are being made.",
+    "kept": "Names that eviction cannot take: all but those of blocks.",
+}
 _DEVICE = {
     "reads": "Reads of a device.",
     "read_bytes": "Bytes read from a device.",
@@ -202,6 +207,12 @@ class _Collector:
             if state in section(status, "segments"):
                 self._gauge("kvfs_segments", "Segments by state.", {**pool, "state": state},
                             number(status, "segments", state))  # fmt: skip
+        for key, help_ in _NAMES.items():
+            if key in section(status, "names"):
+                self._gauge(f"kvfs_names_{key}", help_, pool, number(status, "names", key))
+        for user in items(status, "users"):
+            self._gauge("kvfs_user_names", "Names of a user that are not evicted; of those with many.",
+                        {**pool, "user": str(user.get("name"))}, number(user, "names"))  # fmt: skip
         if "blocks" in status:
             self._gauge("kvfs_blocks", "Blocks: sealed files with a name.", pool, number(status, "blocks"))
         for key in counters:

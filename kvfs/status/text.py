@@ -26,6 +26,8 @@ from kvfs.status.numbers import (
 from kvfs.status.pod import pod_advice, pod_lines, pod_table, stats_cells, stats_heads
 from kvfs.units import counted, size_text
 
+# The part of the table of names that is no reason for advice.
+_NAMES_MANY = 0.5
 _SEGMENT_STATES = ("free", "open", "closed", "evicting", "lost")
 
 
@@ -72,6 +74,21 @@ def advice(status: Json) -> list[str]:
         found.append(
             f"{number(space, 'pinned') * 100 / size:.0f}% of the pool is pinned; what is not pinned is evicted sooner"
         )
+    return found + _names_advice(status)
+
+
+def _names_advice(status: Json) -> list[str]:
+    """Names that eviction cannot take are many, of all or of one user."""
+    size, kept = number(status, "names", "size"), number(status, "names", "kept")
+    how = "remove those that nobody needs: find DIR -type d -empty -delete"
+    what = "directories, links and unfinished files, which are not evicted"
+    found = [
+        f"{user.get('name')} has {number(user, 'names'):.0f} {what}: it can make no more directories; {how}"
+        for user in items(status, "users")
+        if number(user, "names_beyond")
+    ]
+    if size and kept > size * _NAMES_MANY:
+        found.append(f"{kept * 100 / size:.0f}% of the table of names is {what}; {how}")
     return found
 
 
@@ -106,11 +123,21 @@ def render_evicted(result: Json) -> str:
 def _user_rows(status: Json) -> list[list[str]]:
     """The holders of blocks that eviction leaves alone."""
     title = f"user (share {size_text(number(status, 'share'))})"
-    rows = [[title, "open", "writing", "pinned", "reserved", "slabs", "evicted open"]]
+    rows = [[title, "open", "writing", "pinned", "reserved", "slabs", "evicted open", "names"]]
     for user in items(status, "users"):
         sizes = [size_text(number(user, kind)) for kind in ("open", "writing", "pinned", "reserved", "slabs")]
-        rows.append([str(user.get("name")), *sizes, f"{number(user, 'evicted_open'):.0f}"])
+        counts = [f"{number(user, kind):.0f}" for kind in ("evicted_open", "names")]
+        rows.append([str(user.get("name")), *sizes, *counts])
     return rows
+
+
+def _names_text(status: Json) -> str:
+    """The table of names, where it fills before the pool does."""
+    names = section(status, "names")
+    size, used = number(names, "size"), number(names, "used")
+    if not size or used < size * _NAMES_MANY:
+        return ""
+    return f", names {used:.0f} of {size:.0f} ({number(names, 'kept'):.0f} not evictable)"
 
 
 def render_status(status: Json) -> str:
@@ -134,7 +161,7 @@ def render_status(status: Json) -> str:
         share = f" ({used * 100 / size:.1f}%)" if size else ""
         lines.append(
             f"   use: {size_text(used)} of {size_text(size)}{share}, pinned {size_text(number(space, 'pinned'))}, "
-            f"slabs {size_text(number(space, 'slabs'))}, blocks {number(status, 'blocks'):.0f}"
+            f"slabs {size_text(number(space, 'slabs'))}, blocks {number(status, 'blocks'):.0f}" + _names_text(status)
         )
     if segments:
         devices = [device for device in items(status, "devices") if device.get("state") != "removed"]

@@ -28,6 +28,7 @@ from kvfs.store.segment import Segment, Versions, usage
 from kvfs.store.segments import Segments
 from kvfs.store.shares import PINNED, ROOT, Shares
 from kvfs.store.space import SpaceLimit
+from kvfs.store.table_room import TableRoom
 from kvfs.types import COUNTER_BITS, PAGE_SIZE, InodeNumber
 
 log = logging.getLogger("kvfs.store.pool")
@@ -53,6 +54,7 @@ class Blocks:
         self.versions = Versions(self.names)
         self.pins = Pins(index, shares, plane.names)
         self.space = SpaceLimit(segments, plane, shares)
+        self.table_room = TableRoom(plane)
         # How often directories were renamed. Ancestors that were read before the last time may be old.
         self.directory_moves = 0
         # How often directories were removed. A path that was followed before the last time may lead nowhere.

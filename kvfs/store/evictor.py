@@ -72,6 +72,7 @@ _AHEAD_S = 10.0
 # Of the blocks that `kvfs evict` leaves, so many are named.
 _NAMED = 8
 _META_LEARNT = b"learnt"
+_NO_RECORDS = float("inf")
 # Everything left is pinned or open: said only after this long without a segment that could go.
 _PATIENCE_S = 2.0
 
@@ -112,6 +113,8 @@ class Evictor:
         self._weighed_at = self._learnt_at = 0
         # Free segments kept for writers; when that changed; how often they had waited by then.
         self._ahead, self._ahead_at, self._waits = 1, 0.0, 0
+        self._room = blocks.table_room
+        self._by_record = False  # their order is the one that frees records
         self._lock = trio.Lock()
         self._pages_at_start = self._segments.pages_written
         self._budget = CopyBudget(len(self._segments.own) * self._segments.area, self._segments.area)
@@ -146,31 +149,61 @@ class Evictor:
         """Keep segments free, while `allowed`. Until cancelled."""
         stuck_since: float | None = None
         while True:
-            with trio.move_on_after(0.5):
-                await self._segments.need_space.wait()
-            self._segments.need_space = trio.Event()
+            await self._wait_for_work()
             self._segments.take_notes()
             self._look_ahead(trio.current_time())
             if self._is_to_learn():  # also before the pool is full
                 async with self._lock:
                     await self._weigh_all()
-            if not allowed() or not self._segments.usable or self._segments.free_count() >= self.low:
+            lacks_space, lacks_records = self._segments.free_count() < self.low, self._room.is_short()
+            self._segments.exhausted = self._segments.exhausted and lacks_space
+            self._room.exhausted = self._room.exhausted and lacks_records
+            if not allowed() or not self._segments.usable or not (lacks_space or lacks_records):
                 stuck_since = None
-                self._segments.exhausted = False
                 continue
-            freed = await self.free_until(
-                lambda: self._segments.free_count() + self._emptying >= self.high, at_once=_AT_ONCE
-            )
+            freed = await self.free_until(lambda: self._has_space() and self._has_records(), at_once=_AT_ONCE)
+            self._room.wake()
             if freed:
                 stuck_since = None
                 continue
             now = trio.current_time()
-            stuck_since = now if stuck_since is None else stuck_since
-            if now - stuck_since > _PATIENCE_S and not self._segments.exhausted:
-                log.warning("nothing can be evicted: everything left is pinned, open or leased")
-                self._segments.exhausted = True
-                self._segments.wake_waiters()
+            if stuck_since is None:
+                stuck_since = now
+                if lacks_records and self._blocks.plane.table_statistics()["blocks"]:
+                    self._segments.retire_open()  # they may lie in segments that are written to
+            if now - stuck_since > _PATIENCE_S:
+                self._give_up(lacks_space, lacks_records)
             await trio.sleep(0.1)
+
+    async def _wait_for_work(self) -> None:
+        async def wait(event: trio.Event) -> None:
+            await event.wait()
+            nursery.cancel_scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            nursery.cancel_scope.deadline = trio.current_time() + 0.5
+            nursery.start_soon(wait, self._segments.need_space)
+            nursery.start_soon(wait, self._room.wanted)
+        self._segments.need_space, self._room.wanted = trio.Event(), trio.Event()
+
+    def _has_space(self) -> bool:
+        return self._segments.free_count() + self._emptying >= self.high
+
+    def _has_records(self) -> bool:
+        return self._room.left() >= self._room.high
+
+    def _give_up(self, space: bool, records: bool) -> None:
+        """Nothing can go: those that wait are told."""
+        if space and not self._segments.exhausted:
+            log.warning("nothing can be evicted: everything left is pinned, open or leased")
+            self._segments.exhausted = True
+            self._segments.wake_waiters()
+        if records and not self._room.exhausted:
+            log.warning("the table of names is nearly full, %d of %d records are left: %d are of directories, links "
+                        "and files that are being made, and no block can be evicted",
+                        self._room.left(), self._room.most, self._room.kept())  # fmt: skip
+            self._room.exhausted = True
+            self._room.wake()
 
     async def free_until(self, enough: Callable[[], bool], *, at_once: int = 1) -> int:
         """Evict segments, `at_once` at a time, until enough() or none is left to evict; returns how many went.
@@ -278,11 +311,13 @@ class Evictor:
 
     async def _choose(self, newest: int) -> Segment | None:
         """The segment of a generation up to `newest` that goes next."""
+        by_record = self._has_space() and not self._has_records()
         for weighed in (False, True):
             if weighed:
                 await self._weigh_all()
+                self._by_record = by_record
                 self._chosen = self._next_ones(newest)
-            elif self._is_stale():
+            elif self._is_stale() or by_record != self._by_record:
                 continue
             while self._chosen:
                 segment, generation = self._chosen.pop()
@@ -321,7 +356,7 @@ class Evictor:
 
     def _next_ones(self, newest: int) -> list[tuple[Segment, int]]:
         """The segments that go next, the first last, with their generations."""
-        losses = self._weights.losses(self._segments.area)
+        losses = self._weights.losses_by_record() if self._by_record else self._weights.losses(self._segments.area)
         now = trio.current_time()
         closed = [s for s in self._segments.own if s.state is State.CLOSED]
         closed.sort(key=_generation)
@@ -333,6 +368,8 @@ class Evictor:
         found = [(losses[s.index], s.generation, s.index) for s in able if s.index not in spared]
         if not found:
             found = [(losses[s.index], s.generation, s.index) for s in able]
+        if self._by_record:
+            found = [item for item in found if item[0] != _NO_RECORDS]
         count = len(closed) // _WEIGHED_SHARE + 1 + _SPARE_CHOICES
         return [(self._segments.all[index], g) for _, g, index in reversed(nsmallest(count, found))]
 

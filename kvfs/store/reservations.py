@@ -211,7 +211,7 @@ class Reservations:
 
         When this returns a crash cannot lose a block that it said 0 for.
         """
-        replaced = False
+        replaced = full = False
         with self._frames.commit(holder.told, items, count) as frame:
             found, left = Next.MORE, 0
             while found != Next.DONE:
@@ -219,7 +219,10 @@ class Reservations:
                 frame.told.moves = self._blocks.directory_moves
                 found = frame.go()
                 replaced |= self._committed(holder, frame)
-                if found == Next.NAMES:
+                if found == Next.NAMES and not full and not self._blocks.table_room.left():
+                    # The item may have ended meanwhile: C looks again.
+                    full = not await self._has_room()
+                elif found == Next.NAMES:
                     left += 1
                     replaced |= self._enter(holder, frame, make_way)
                 if found == Next.MORE or left == _YIELD_EVERY:
@@ -227,6 +230,15 @@ class Reservations:
                     await pause()
             await self._secure([_run(run) for run in frame.runs()], bool(frame.told.durable))
             return frame.answers(), replaced
+
+    async def _has_room(self) -> bool:
+        """Wait for room in the block table."""
+        try:
+            await self._blocks.table_room.wait()
+        except NoSpaceError as error:
+            log.warning("native put: %s", error)
+            return False
+        return True
 
     def _committed(self, holder: Holder, frame: Commit) -> bool:
         """As _look(). Whether hosts may know what had a name before."""

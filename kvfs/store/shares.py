@@ -1,5 +1,5 @@
 """Shares: the part of the pool that one user may hold by pins, open sealed blocks, reservations and slabs together.
-Eviction leaves all of these alone.
+Eviction leaves all of these alone. And the part of the names that it leaves alone, which the data plane counts.
 
 The data plane counts what is open (content/shares.c), and may let go of it beyond the share; holdings that are counted
 here come first. Pins beyond the share hold no longer; reservations and slabs beyond it are refused. Files being
@@ -21,11 +21,14 @@ PINNED, RESERVED, SLABS = "pinned", "reserved", "slabs"
 _KINDS = (PINNED, RESERVED, SLABS)
 ROOT = 0
 _ALL = 1 << 62
+# The part of the block table from which on a user's directories are worth a word.
+_MANY_NAMES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class UserStatistics:
-    """Bytes that a user holds, and how many blocks were evicted while they were open."""
+    """Bytes that a user holds, and how many blocks were evicted while they were open. And names that eviction cannot
+    take: of directories, links, and files that are being made or have lost theirs."""
 
     user: int
     open: int
@@ -34,6 +37,8 @@ class UserStatistics:
     reserved: int
     slabs: int
     evicted_open: int
+    names: int
+    names_beyond: bool  # it makes no more directories
 
 
 class Shares:
@@ -47,7 +52,7 @@ class Shares:
     def resize(self, capacity: int) -> None:
         """Set the number of bytes that the pool can hold now."""
         self.size = int(capacity * self._part)
-        self._plane.set_share(self.size, self._exempt)
+        self._plane.set_share(self.size, self._part, self._exempt)
 
     def take_part(self, part: float) -> None:
         """Another share from the next resize() on."""
@@ -98,25 +103,34 @@ class Shares:
                 f"{told_size(self.size)}"
             )
 
+    def check_names(self, user: int, what: str) -> None:
+        """ShareError unless the user may make one more directory."""
+        if not self._plane.may_make_directory(user):
+            raise ShareError(f"{what}: {name_of(user)} has all the directories, links and unfinished files that a user "
+                             f"may have, with {self._plane.table_statistics()['records']} names there")  # fmt: skip
+
     def firm(self, kind: str) -> int:
         """Bytes of a kind that stay whatever happens: of each user at most the share."""
         held = self._held[kind]
         return sum(size if self.is_exempt(user) else min(size, self.size) for user, size in held.items())
 
     def statistics(self) -> list[UserStatistics]:
-        """Users that hold anything, or lost an open block; the largest holders first."""
+        """Users that hold anything, or lost an open block; the largest holders first. Of names only those count who
+        have many."""
+        many = self._plane.table_statistics()["records_max"] // _MANY_NAMES
         known = {user: numbers for user, *numbers in self._plane.users()}
         found: list[UserStatistics] = []
         for user in known.keys() | {user for held in self._held.values() for user in held}:
-            size, writing, evicted = known.get(user, (0, 0, 0))
+            size, writing, evicted, names = known.get(user, (0, 0, 0, 0))
             pinned, reserved, slabs = (self._held[kind][user] for kind in _KINDS)
-            if size + writing + pinned + reserved + slabs + evicted:
-                found.append(UserStatistics(user, size, writing, pinned, reserved, slabs, evicted))
+            beyond = names > many and not self._plane.may_make_directory(user)
+            if size + writing + pinned + reserved + slabs + evicted or names > many:
+                found.append(UserStatistics(user, size, writing, pinned, reserved, slabs, evicted, names, beyond))
         return sorted(found, key=_most)
 
 
-def _most(user: UserStatistics) -> tuple[int, int]:
-    return -(user.open + user.writing + user.pinned + user.reserved + user.slabs), user.user
+def _most(user: UserStatistics) -> tuple[int, int, int]:
+    return -(user.open + user.writing + user.pinned + user.reserved + user.slabs), -user.names, user.user
 
 
 _GUEST, _OTHERS = 0xFFFF0000, 0xFFFFFFFF  # kvfs_plane.h: KVFS_USER_GUEST, KVFS_USER_OTHERS

@@ -14,13 +14,14 @@ from kvfs.types import PAGE_SIZE
 @dataclass(frozen=True, slots=True)
 class Space:
     """Bytes of the pool: its size, live blocks and slabs, and of these the pinned ones and slabs, which eviction leaves
-    alone. And inodes."""
+    alone. And inodes, of which eviction cannot take `inodes_kept`."""
 
     size: int
     used: int
     pinned: int
     slabs: int
     inodes: int
+    inodes_kept: int
     inodes_max: int
 
 

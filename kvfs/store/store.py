@@ -530,7 +530,7 @@ class Store:
         table = self.plane.table_statistics()
         return Space(
             statistics.capacity, statistics.live_bytes, self.pins.bytes, self.slabs.bytes, table["records"],
-            self._records_max,
+            self.blocks.table_room.kept(), self._records_max,
         )  # fmt: skip
 
     def statistics(self) -> StoreStatistics:

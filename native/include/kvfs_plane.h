@@ -489,10 +489,16 @@ void kvfs_set_space(struct kvfs_plane *plane, uint64_t bytes, int error);
 struct kvfs_user {
     uint32_t id, reserved;
     uint64_t open_bytes, writing_bytes, evicted;
+    uint64_t names; /* of directories, symbolic links, files not sealed yet and files without a name: eviction cannot take them */
 };
 /* The share of one user: sealed blocks that are open, and the bytes of kvfs_user_hold. Files being written may be more, as long as a share
- * is left to others; then their writes, and opens for writing, end with EDQUOT. Root and `exempt` may hold all. */
-void kvfs_set_share(struct kvfs_plane *plane, uint64_t bytes, uint32_t exempt);
+ * is left to others; then their writes, and opens for writing, end with EDQUOT. Root and `exempt` may hold
+ * all. names_part: the same of the block table's records, of KVFS_WHOLE. With `left` of `all` records left to all users, one may have names_part /
+ * (KVFS_WHOLE - names_part) * left * left / all names. Beyond that CREATE, MKNOD, MKDIR and SYMLINK end with EDQUOT. */
+#define KVFS_WHOLE 65536
+void kvfs_set_share(struct kvfs_plane *plane, uint64_t bytes, uint32_t names_part, uint32_t exempt);
+/* Whether the user may make one more directory: 0 or -EDQUOT. Of that share a ninth is for files alone. */
+int kvfs_names_ask(struct kvfs_plane *plane, uint32_t id);
 /* Bytes that a user holds besides: pins, reservations, slabs. */
 void kvfs_user_hold(struct kvfs_plane *plane, uint32_t id, uint64_t bytes);
 /* All users seen so far. Returns the count, at most capacity. */

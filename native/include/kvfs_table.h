@@ -70,6 +70,12 @@ void kvfs_table_set_complete(struct kvfs_table *table, int complete);
  * *count: of slots that were ever used. Any thread of the daemon; the writer changes it meanwhile. */
 const uint64_t *kvfs_table_places(const struct kvfs_table *table, uint32_t *count);
 
+/* Records that eviction cannot take: directories, symbolic links, files that are not sealed, and those without a name. From now on `kept` is told of
+ * each that comes (1) or goes (-1), and who pays for it: its owner, or whom kvfs_table_charge() has named. Before the first record. */
+void kvfs_table_watch(struct kvfs_table *table, void (*kept)(void *of, uint32_t user, int change), void *of);
+/* If it is such a record, this user pays for it from now on, whoever owns it; 0: the owner does. -ENOENT. */
+int kvfs_table_charge(struct kvfs_table *table, uint64_t inode, uint32_t user);
+
 /* A file of this inode number begins (1) or ends (-1) to have content that is not in its record. Any thread of the daemon. */
 void kvfs_table_count_written(struct kvfs_table *table, uint64_t inode, int change);
 

@@ -31,6 +31,7 @@ struct kvfs_ages {
 struct kvfs_weight {
     double loss;    /* the sum over the blocks that begin in the segment: pages x the worth, or the price where that is less */
     uint64_t pages; /* of these blocks, header and content, wherever they lie */
+    uint64_t count; /* of these blocks */
     uint64_t live;  /* pages of blocks there, also of those that begin elsewhere. Set by the caller of kvfs_losses() */
 };
 

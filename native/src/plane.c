@@ -116,6 +116,7 @@ static int memory_build(struct kvfs_plane *plane) {
     pthread_mutex_init(&plane->request_lock, NULL);
     atomic_store(&plane->space, UINT64_MAX);
     atomic_store(&plane->share, UINT64_MAX);
+    atomic_store(&plane->names_share, KVFS_WHOLE);
     plane->slow_ns = c->slow_ms ? c->slow_ms * (uint64_t)1000000 : UINT64_MAX;
     int r = handles_init(plane);
     if (r < 0)
@@ -139,6 +140,7 @@ static int memory_build(struct kvfs_plane *plane) {
     r = kvfs_table_create(c->records_max, c->secret, c->mount_epoch, &plane->table);
     if (r < 0)
         return fail(r, "block table of %llu records: %s", (unsigned long long)c->records_max, strerror(-r));
+    kvfs_table_watch(plane->table, user_names, plane);
     return kvfs_names_create(&plane->names) < 0 ? fail(-ENOMEM, "no memory for names") : 0;
 }
 

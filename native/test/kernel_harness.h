@@ -13,9 +13,11 @@ static uint64_t unique = 100;
 /* ---- the double of the kernel ---- */
 
 static uint8_t message[2 << 20], reply[6 << 20];
+static uint32_t asking_user; /* of ask() */
 
 static inline void ask(uint32_t opcode, uint64_t node, const void *a, size_t a_size, const void *b, size_t b_size) {
-    struct fuse_in_header head = {.len = (uint32_t)(sizeof(head) + a_size + b_size), .opcode = opcode, .unique = ++unique, .nodeid = node};
+    struct fuse_in_header head = {
+        .len = (uint32_t)(sizeof(head) + a_size + b_size), .opcode = opcode, .unique = ++unique, .nodeid = node, .uid = asking_user};
     memcpy(message, &head, sizeof(head));
     if (a_size)
         memcpy(message + sizeof(head), a, a_size);

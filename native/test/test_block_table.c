@@ -6,6 +6,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include "check.h"
@@ -309,8 +310,25 @@ static void test_a_client_can_map_the_table_only_read_only(void) {
         CHECK(mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, again, 0) == MAP_FAILED);
         close(again);
     }
+    /* No seal forbids to take the memory of what is sparse: who is not the owner opens nothing for writing. */
+    int readable = open(path, O_RDONLY | O_CLOEXEC);
+    CHECK(readable >= 0 && fallocate(readable, 0, 0, status.st_size) == -1 && errno == EBADF);
+    CHECK((status.st_mode & 07777) == 0444);
+    if (geteuid() == 0) {
+        pid_t child = fork();
+        if (child == 0) {
+            if (setresgid(65534, 65534, 65534) < 0 || setresuid(65534, 65534, 65534) < 0)
+                _exit(2);
+            _exit(open(path, O_RDWR | O_CLOEXEC) == -1 && errno == EACCES ? 0 : 1);
+        }
+        int how;
+        CHECK(waitpid(child, &how, 0) == child && how == 0);
+    }
+    close(readable);
+    blkcnt_t before = status.st_blocks;
     put(table, 9, "seen", 0);
     CHECK(find(reader, "seen", &record) == 0 && record.inode == 9);
+    CHECK(fstat(fd, &status) == 0 && status.st_blocks <= before + 64); /* the daemon's own mapping still takes what it needs, and no more */
     kvfs_table_destroy(reader);
     kvfs_table_destroy(table);
 }
@@ -532,6 +550,64 @@ static void check_bytes(struct kvfs_table *table, uint64_t records) {
     CHECK_SAY(memory_in_use(table) <= statistics.bytes + 16 * 4096, "%lu, not %lu", memory_in_use(table), statistics.bytes);
 }
 
+/* ---- records that eviction cannot take, by who pays ---- */
+
+enum { ALICE = 1, BOB = 2, GUEST = 3, PAYERS = 4 };
+struct paid {
+    int64_t kept[PAYERS];
+};
+
+static void count_kept(void *of, uint32_t user, int change) {
+    CHECK(user < PAYERS && (change == 1 || change == -1));
+    ((struct paid *)of)->kept[user] += change;
+}
+
+static int paid_is(const struct paid *paid, int64_t alice, int64_t bob, int64_t guest) {
+    return paid->kept[ALICE] == alice && paid->kept[BOB] == bob && paid->kept[GUEST] == guest;
+}
+
+static struct kvfs_record owned(uint64_t inode, uint8_t kind, uint32_t uid, uint8_t flags) {
+    struct kvfs_record record = record_of(inode, 1, inode);
+
+    record.kind = kind;
+    record.uid = uid;
+    record.flags = flags;
+    return record;
+}
+
+static void test_each_pays_for_the_records_that_eviction_cannot_take(void) {
+    struct kvfs_table *table = create(10);
+    struct paid paid = {{0}};
+    struct kvfs_record directory = owned(1, KVFS_KIND_DIRECTORY, ALICE, 0), link = owned(2, KVFS_KIND_SYMLINK, BOB, 0);
+    struct kvfs_record file = owned(3, KVFS_KIND_FILE, ALICE, 0), block = owned(4, KVFS_KIND_FILE, BOB, KVFS_INODE_SEALED);
+
+    kvfs_table_watch(table, count_kept, &paid);
+    CHECK(kvfs_table_put(table, &directory, "d", 1, 0) == 0 && kvfs_table_put(table, &link, "l", 1, 0) == 0);
+    CHECK(kvfs_table_put(table, &file, "f", 1, 0) == 0 && paid_is(&paid, 2, 1, 0));
+    CHECK(kvfs_table_put(table, &block, "b", 1, 0) == 0 && paid_is(&paid, 2, 1, 0)); /* eviction may take a block */
+    /* Sealed it is a block, without a name it is none again. */
+    file.flags = KVFS_INODE_SEALED;
+    CHECK(kvfs_table_update(table, &file) == 0 && paid_is(&paid, 1, 1, 0));
+    CHECK(kvfs_table_remove(table, 3, 1) == 0 && paid_is(&paid, 2, 1, 0));
+    CHECK(kvfs_table_remove(table, 3, 0) == 0 && paid_is(&paid, 1, 1, 0));
+    /* A rename moves the record, a new owner the charge; a record that another replaces is gone. */
+    CHECK(kvfs_table_put(table, &directory, "e", 1, 0) == 0 && paid_is(&paid, 1, 1, 0));
+    directory.uid = BOB;
+    CHECK(kvfs_table_update(table, &directory) == 0 && paid_is(&paid, 0, 2, 0));
+    CHECK(kvfs_table_put(table, &directory, "l", 1, 0) == 0 && paid_is(&paid, 0, 1, 0));
+    /* A guest pays whoever its users are, also after a rename. Of a block nobody pays. */
+    CHECK(kvfs_table_charge(table, 1, GUEST) == 0 && paid_is(&paid, 0, 0, 1));
+    CHECK(kvfs_table_put(table, &directory, "g", 1, 0) == 0 && paid_is(&paid, 0, 0, 1));
+    directory.uid = ALICE;
+    CHECK(kvfs_table_update(table, &directory) == 0 && paid_is(&paid, 0, 0, 1));
+    CHECK(kvfs_table_charge(table, 4, GUEST) == 0 && kvfs_table_remove(table, 4, 1) == 0 && paid_is(&paid, 0, 1, 1));
+    CHECK(kvfs_table_charge(table, 99, GUEST) == -ENOENT);
+    /* The next record in that place is its owner's. */
+    CHECK(kvfs_table_remove(table, 1, 0) == 0 && kvfs_table_remove(table, 4, 0) == 0 && paid_is(&paid, 0, 0, 0));
+    CHECK(kvfs_table_put(table, &link, "l", 1, 0) == 0 && paid_is(&paid, 0, 1, 0));
+    kvfs_table_destroy(table);
+}
+
 static void test_memory_grows_with_the_records_only(void) {
     struct kvfs_table *table = create(500000000);
     struct kvfs_record record;
@@ -577,6 +653,7 @@ int main(void) {
     RUN(test_load_puts_every_record);
     RUN(test_load_stops_at_a_bad_record);
     RUN(test_the_table_agrees_with_two_arrays);
+    RUN(test_each_pays_for_the_records_that_eviction_cannot_take);
     RUN(test_memory_grows_with_the_records_only);
     return 0;
 }

@@ -89,11 +89,11 @@ static void test_a_lease_keeps_its_blocks(void) {
     struct kvfs_record record;
     struct node *node;
     CHECK(node_open(plane, inodes[3], user_get(plane, 5000), false, &record, &node) == 0);
-    kvfs_set_share(plane, 0, 1);
+    kvfs_set_share(plane, 0, KVFS_WHOLE, 1);
     CHECK(kvfs_inode_is_open(plane, inodes[3]) == KVFS_OPEN_BEYOND_SHARE);
     CHECK(lease_of(&inodes[3], 1, plenty, &one) == 1);
     CHECK(kvfs_inode_is_open(plane, inodes[3]) == KVFS_LEASED && !evict_one(inodes[3]));
-    kvfs_set_share(plane, UINT64_MAX, 0);
+    kvfs_set_share(plane, UINT64_MAX, KVFS_WHOLE, 0);
     CHECK(kvfs_inode_is_open(plane, inodes[3]) == KVFS_OPEN);
     kvfs_lease_end(plane, one);
     CHECK(kvfs_inode_is_open(plane, inodes[3]) == KVFS_OPEN);

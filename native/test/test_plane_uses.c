@@ -47,7 +47,7 @@ static void test_shares(void) {
     }
     struct kvfs_statistics before, after;
     kvfs_statistics_get(plane, &before);
-    kvfs_set_share(plane, 2 * SIZE, DAEMON);
+    kvfs_set_share(plane, 2 * SIZE, KVFS_WHOLE, DAEMON);
     struct node *greedy[COUNT], *again, *other;
     for (int i = 0; i < COUNT; i++)
         CHECK(open_by(inodes[i], GREEDY, &greedy[i]) == 0);
@@ -73,7 +73,7 @@ static void test_shares(void) {
     /* The last one to have it open is charged for it. */
     unopen_by(other, MODEST);
     CHECK(kvfs_inode_user(plane, inodes[0]) == GREEDY && open_of(MODEST) == 0);
-    kvfs_set_share(plane, 0, DAEMON);
+    kvfs_set_share(plane, 0, KVFS_WHOLE, DAEMON);
     CHECK(kvfs_inode_is_open(plane, inodes[2]) == KVFS_OPEN_BEYOND_SHARE);
     CHECK(open_by(inodes[2], DAEMON, &other) == 0 && kvfs_inode_is_open(plane, inodes[2]) == KVFS_OPEN);
     unopen_by(other, DAEMON);
@@ -82,7 +82,7 @@ static void test_shares(void) {
     unopen_by(greedy[0], GREEDY);
     for (int i = 0; i < COUNT; i++)
         unopen_by(greedy[i], GREEDY);
-    kvfs_set_share(plane, UINT64_MAX, 0);
+    kvfs_set_share(plane, UINT64_MAX, KVFS_WHOLE, 0);
     kvfs_set_space(plane, UINT64_MAX, ENOSPC);
     CHECK(open_of(GREEDY) == 0 && open_of(0) == 0 && open_of(DAEMON) == 0);
     kvfs_statistics_get(plane, &after);
@@ -97,7 +97,7 @@ static void test_shares(void) {
     struct node *node = node_get(plane, written, false);
     CHECK(node && file_admit(plane, node, user_get(plane, GREEDY)) == 0 && kvfs_file_truncate(plane, written, SIZE) == 0);
     CHECK(writing_of(GREEDY) == SIZE && file_admit(plane, node, user_get(plane, MODEST)) == 0 && writing_of(MODEST) == 0);
-    kvfs_set_share(plane, 2 * SIZE, DAEMON);
+    kvfs_set_share(plane, 2 * SIZE, KVFS_WHOLE, DAEMON);
     kvfs_set_space(plane, before.open_bytes + 4 * SIZE, ENOSPC);
     CHECK(kvfs_file_truncate(plane, written, 2 * SIZE) == 0); /* the share */
     CHECK(kvfs_file_truncate(plane, written, 2 * SIZE + 1) == -EDQUOT && kvfs_file_allocate(plane, written, 2 * SIZE + 1) == -EDQUOT);
@@ -110,7 +110,7 @@ static void test_shares(void) {
     CHECK(kvfs_file_truncate(plane, written, 0) == 0 && writing_of(DAEMON) == 0 && kvfs_file_truncate(plane, written, SIZE) == 0);
     CHECK(kvfs_inode_remove(plane, written) == 0 && writing_of(DAEMON) == 0);
     node_put(plane, node);
-    kvfs_set_share(plane, UINT64_MAX, 0);
+    kvfs_set_share(plane, UINT64_MAX, KVFS_WHOLE, 0);
     kvfs_set_space(plane, UINT64_MAX, ENOSPC);
     kvfs_statistics_get(plane, &after);
     CHECK(after.open_bytes == before.open_bytes);
@@ -126,6 +126,66 @@ static void test_shares(void) {
     kvfs_statistics_get(plane, &after);
     CHECK(after.open_bytes == before.open_bytes);
     printf("ok beyond a user's share what is open may go, unless another has it open within the share\n");
+}
+
+static int make_directory(uint32_t user, const char *name) {
+    struct fuse_mkdir_in in = {.mode = 0755};
+    asking_user = user;
+    ask(FUSE_MKDIR, 1, &in, sizeof(in), name, strlen(name) + 1);
+    asking_user = 0;
+    if (kvfs_names_ask(plane, user) == 0)
+        session_reply(forwarded_request()->unique, -EEXIST, NULL, 0); /* it came to the session */
+    return answer(NULL, NULL);
+}
+
+static void test_names_have_shares(void) {
+    enum { GREEDY = 7000, MODEST = 7001, DAEMON = 7002, RECORDS = 100000 };
+    struct fuse_create_in in = {.flags = O_RDWR | O_CREAT, .mode = 0100644};
+    struct user *greedy = user_get(plane, GREEDY);
+    int64_t most = 0;
+    kvfs_set_share(plane, UINT64_MAX, KVFS_WHOLE / 4, DAEMON);
+    /* As many directories as a user may have, and then as many files. */
+    while (names_ask(plane, greedy, true) == 0)
+        CHECK(++most <= RECORDS && (user_names(plane, GREEDY, 1), true));
+    CHECK(most > RECORDS / 4 && most < RECORDS / 3 && user_of(GREEDY).names == (uint64_t)most); /* a third: nothing of this is in the table */
+    CHECK(kvfs_names_ask(plane, GREEDY) == -EDQUOT && make_directory(GREEDY, "more") == -EDQUOT && names_ask(plane, greedy, false) == 0);
+    while (names_ask(plane, greedy, false) == 0)
+        user_names(plane, GREEDY, 1);
+    asking_user = GREEDY;
+    ask(FUSE_CREATE, 1, &in, sizeof(in), "more", 5);
+    CHECK(answer(NULL, NULL) == -EDQUOT);
+    ask(FUSE_SYMLINK, 1, "more\0", 5, "to", 3);
+    CHECK(answer(NULL, NULL) == -EDQUOT);
+    struct fuse_mknod_in node = {.mode = 0100644};
+    ask(FUSE_MKNOD, 1, &node, sizeof(node), "more", 5);
+    CHECK(answer(NULL, NULL) == -EDQUOT);
+    asking_user = 0;
+    /* Others go on, and root and the daemon's own user make all that they want. */
+    CHECK(make_directory(MODEST, "a") == -EEXIST && make_directory(0, "b") == -EEXIST && make_directory(DAEMON, "c") == -EEXIST);
+    user_names(plane, DAEMON, RECORDS);
+    CHECK(kvfs_names_ask(plane, DAEMON) == 0);
+    user_names(plane, DAEMON, -RECORDS);
+    /* However many users there are, the next one finds something left. Blocks do not count, as eviction can take them. */
+    user_names(plane, GREEDY, -(int)user_of(GREEDY).names);
+    uint8_t record[512];
+    uint64_t first = next_inode + 1, last = first + 1999;
+    char name[32];
+    for (next_inode = last; next_inode >= first; next_inode--) {
+        sprintf(name, "kept-%llu", (unsigned long long)next_inode);
+        make_record(record, next_inode, name, 0, next_inode % 2 ? KVFS_INODE_SEALED : 0, 1, 1);
+        ((struct kvfs_inode_record *)(void *)record)->uid = GREEDY;
+        CHECK(kvfs_name_put(plane, record, 0) == 0);
+    }
+    next_inode = last;
+    CHECK(user_of(GREEDY).names == 1000);
+    for (uint64_t inode = first; inode <= last; inode++)
+        CHECK(kvfs_inode_remove(plane, inode) == 0);
+    CHECK(user_of(GREEDY).names == 0);
+    kvfs_set_share(plane, UINT64_MAX, KVFS_WHOLE, 0);
+    user_names(plane, GREEDY, RECORDS);
+    CHECK(kvfs_names_ask(plane, GREEDY) == 0); /* a share of all is none */
+    user_names(plane, GREEDY, -RECORDS);
+    printf("ok names that eviction cannot take have shares\n");
 }
 
 static void test_opens_are_uses(void) {
@@ -150,6 +210,24 @@ static void test_opens_are_uses(void) {
         release(inode, fh);
         CHECK(use_of(inode) == ((10 + i) << 8 | i)); /* once an open, however often it is read */
     }
+    /* An open alone is no hit. It sets the time of a block that was read before: its pages may lie in the kernel's cache. */
+    kvfs_set_tick(plane, 15);
+    for (int i = 0; i < 5; i++) {
+        fh = open_read(inode, &error);
+        CHECK(error == 0 && use_of(inode) == (i ? 15 << 8 | 2 : 12 << 8 | 2));
+        release(inode, fh);
+        CHECK(use_of(inode) == (15 << 8 | 2));
+    }
+    uint64_t other_fh, unread = create("unread", &other_fh);
+    CHECK(write_at(unread, other_fh, 0, data, 10000) == 0 && flush_and_seal(unread, other_fh, "unread") == 0);
+    release(unread, other_fh);
+    kvfs_set_tick(plane, 16);
+    for (int i = 0; i < 5; i++) {
+        fh = open_read(unread, &error);
+        release(unread, fh);
+        CHECK(error == 0 && use_of(unread) == 15 << 8); /* and does nothing for one that was not */
+    }
+    CHECK(kvfs_inode_remove(plane, unread) == 0);
     struct kvfs_statistics before, after;
     kvfs_statistics_get(plane, &before);
     kvfs_set_tick(plane, 20);
@@ -290,6 +368,7 @@ static void test_listings(void) {
 
 int main(void) {
     plane_begin();
+    test_names_have_shares();
     test_shares();
     test_opens_are_uses();
     test_listings();

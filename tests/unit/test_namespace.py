@@ -41,6 +41,7 @@ class Space:
     pinned: int
     inodes: int
     inodes_max: int
+    inodes_kept: int = 0
     slabs: int = 0
 
 
@@ -766,6 +767,10 @@ def test_statfs_never_looks_full_unless_pinned(namespace: Namespace, store: Stor
     assert space.block_count == 100 << 8
     assert space.block_count - space.free_count == space.block_count * USED_PERCENT_MAX // 100
     assert (space.inode_count, space.free_inode_count) == (100, 90)
+    store.numbers = Space(size=100 << 20, used=0, pinned=0, inodes=99, inodes_max=100, inodes_kept=20)
+    assert namespace.statfs().free_inode_count == 100 - USED_PERCENT_MAX
+    store.numbers = Space(size=100 << 20, used=0, pinned=0, inodes=99, inodes_max=100, inodes_kept=98)
+    assert namespace.statfs().free_inode_count == 2
     store.numbers = Space(size=100 << 20, used=99 << 20, pinned=90 << 20, inodes=10, inodes_max=100)
     assert namespace.statfs().free_count == 10 << 8
     store.numbers = Space(size=100 << 20, used=99 << 20, pinned=60 << 20, inodes=10, inodes_max=100, slabs=30 << 20)

@@ -14,6 +14,7 @@ from client_double import counted, places_in, wanted, where
 from store_pools import LAZY, make_pool, with_store
 from test_directories_of_keys import Connection
 
+from kvfs.namespace.files import Namespace
 from kvfs.store.shares import ROOT
 from kvfs.store.store import Store
 from kvfs.types import ROOT_INODE, InodeNumber
@@ -147,3 +148,37 @@ def test_a_removal_hardly_reaches_python(tmp_path: Path, monkeypatch: pytest.Mon
         puts.connection.close()
 
     with_store(make_pool(tmp_path / "pool"), work, LAZY)
+
+
+def test_a_put_into_a_full_table_waits_for_the_evictor_and_enters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the table fills before the reservation or before the commit."""
+
+    async def work(store: Store) -> None:
+        puts, namespace, room = Puts(store, monkeypatch), Namespace(store), store.blocks.table_room
+        evicted = store.evictor.counters
+        for generation in range(4):
+            await puts.put(8 * ITEMS, generation)
+        # The evictor cannot see that the table is short, so that it fills.
+        short = type(room).is_short
+        monkeypatch.setattr(type(room), "is_short", lambda self: not self.left() and short(self))
+        made = 0
+        connection = puts.connection.connection
+        keys = [b"%02x%06x%02x" % (i % 16, i, 9) for i in range(ITEMS)]
+        answer = await connection.reserve(where(ROOT_INODE, b"model", ITEMS) + wanted([(key, 4096) for key in keys]))
+        while room.left():
+            namespace.mkdir(ROOT_INODE, b"d%d" % made, 0o755, 0, 0)
+            made += 1
+        before = evicted.blocks
+        numbers = [place.reservation for place in places_in(answer, ITEMS)]
+        items = struct.pack("<Q", ITEMS) + b"".join(struct.pack("<Qq", number, 0) for number in numbers)
+        assert await connection.commit(items) == bytes(8 * ITEMS)
+        assert evicted.blocks > before
+        while room.left():
+            namespace.mkdir(ROOT_INODE, b"d%d" % made, 0o755, 0, 0)
+            made += 1
+        await puts.put(ITEMS, 10, b"other")
+        puts.connection.close()
+
+    with_store(make_pool(tmp_path / "pool"), work, dataclasses.replace(LAZY, records_max=3 * 8 * ITEMS))

@@ -1,5 +1,6 @@
 /* The writer of the block table. Layout, protocol and limits: block_table_layout.h. */
 #define _GNU_SOURCE
+#include "base/sealed_memory.h"
 #include "block/block_table_layout.h"
 
 #include <errno.h>
@@ -8,10 +9,6 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
-
-#ifndef F_SEAL_FUTURE_WRITE
-#define F_SEAL_FUTURE_WRITE 0x0010
-#endif
 
 #define LOAD_BATCH 16
 
@@ -154,10 +151,37 @@ static uint64_t place_of(const struct packed *packed) {
     return is_block(packed) ? (packed->words[PLACE] & UINT32_MAX) | (pages < UINT32_MAX ? pages : UINT32_MAX) << 32 : 0;
 }
 
+/* Eviction cannot take it. */
+static bool is_kept(const struct packed *packed) { return packed->links_kind & 3 && !is_block(packed); }
+
+static uint32_t payer_of(const struct kvfs_table *table, uint32_t number, const struct packed *packed) {
+    return table->payers[number - 1] ? table->payers[number - 1] : (uint32_t)packed->words[OWNER];
+}
+
+/* Memory that is written takes room, also for a zero. */
+static void payer_set(struct kvfs_table *table, uint32_t number, uint32_t user) {
+    if (table->payers[number - 1] != user)
+        table->payers[number - 1] = user;
+}
+
+static void tell_kept(struct kvfs_table *table, uint32_t number, const struct packed *before, const struct packed *now) {
+    bool was = is_kept(before), is = is_kept(now);
+    uint32_t from = payer_of(table, number, before), to = payer_of(table, number, now);
+
+    if (!table->kept || (was == is && from == to))
+        return;
+    if (was)
+        table->kept(table->kept_of, from, -1);
+    if (is)
+        table->kept(table->kept_of, to, 1);
+}
+
 static void slot_write(struct kvfs_table *table, uint32_t number, const struct packed *packed) {
     struct slot *slot = &table->slots[number];
     struct packed before = slot_content(table, number);
 
+    if (is_kept(&before) || is_kept(packed))
+        tell_kept(table, number, &before, packed);
     set(&table->header->blocks, get(&table->header->blocks) + is_block(packed) - is_block(&before));
     set(&table->places[number - 1], place_of(packed));
     begin_write(&slot->sequence);
@@ -197,6 +221,7 @@ static void slot_free(struct kvfs_table *table, uint32_t number) {
 
     assert(get(&table->slots[number].links_kind));
     slot_write(table, number, &nothing);
+    payer_set(table, number, 0);
     free_set_give(&table->free_slots, number);
     table->records--;
     set(&table->header->records, table->records);
@@ -383,6 +408,14 @@ static void index_remove(struct kvfs_table *table, struct index *index, const st
 /* ---- writer ---- */
 
 static uint64_t places_size(const struct kvfs_table *table) { return page_round((uint64_t)table->slots_max * sizeof(*table->places)); }
+static uint64_t payers_size(const struct kvfs_table *table) { return page_round((uint64_t)table->slots_max * sizeof(*table->payers)); }
+
+/* Memory of the writer alone, of which only what is used costs. NULL: errno. */
+static void *sparse_memory(uint64_t size) {
+    void *memory = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+
+    return memory == MAP_FAILED ? NULL : memory;
+}
 
 int kvfs_table_create(uint64_t records_max, uint64_t secret, uint64_t mount_epoch, struct kvfs_table **out) {
     struct kvfs_table *table;
@@ -405,19 +438,17 @@ int kvfs_table_create(uint64_t records_max, uint64_t secret, uint64_t mount_epoc
         goto failed;
     table->header = memory;
     lay_out(table, records_max);
-    /* This mapping stays writable; no later one can be. */
-    if (fcntl(table->fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_FUTURE_WRITE | F_SEAL_SEAL) < 0)
-        goto failed;
-    rc = free_set_create(&table->free_slots, table->slots_max);
+    rc = sealed_make(table->fd);
+    if (!rc)
+        rc = free_set_create(&table->free_slots, table->slots_max);
     if (!rc)
         rc = free_set_create(&table->free_overflow, table->overflow_max);
     if (rc)
         goto out;
-    table->places = mmap(NULL, places_size(table), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (table->places == MAP_FAILED) {
-        table->places = NULL;
+    table->places = sparse_memory(places_size(table));
+    table->payers = table->places ? sparse_memory(payers_size(table)) : NULL;
+    if (!table->payers)
         goto failed;
-    }
     constants = &table->header->constants;
     *constants = (struct constants){
         .magic = TABLE_MAGIC,
@@ -452,6 +483,8 @@ void kvfs_table_destroy(struct kvfs_table *table) {
         close(table->fd);
     if (table->places)
         munmap(table->places, places_size(table));
+    if (table->payers)
+        munmap(table->payers, payers_size(table));
     free_set_destroy(&table->free_slots);
     free_set_destroy(&table->free_overflow);
     free(table);
@@ -462,6 +495,32 @@ void kvfs_table_count_written(struct kvfs_table *table, uint64_t inode, int chan
 }
 
 int kvfs_table_fd(const struct kvfs_table *table) { return table->fd; }
+
+void kvfs_table_watch(struct kvfs_table *table, void (*kept)(void *of, uint32_t user, int change), void *of) {
+    assert(!table->records);
+    table->kept = kept;
+    table->kept_of = of;
+}
+
+int kvfs_table_charge(struct kvfs_table *table, uint64_t inode, uint32_t user) {
+    struct key key = inode_key(table, inode);
+    struct location location;
+    uint32_t slot = locate(table, &table->inodes, &key, 0, &location), before;
+    struct packed packed;
+
+    if (!slot)
+        return -ENOENT;
+    packed = slot_content(table, slot);
+    if (!is_kept(&packed))
+        return 0;
+    before = payer_of(table, slot, &packed);
+    payer_set(table, slot, user);
+    if (table->kept && payer_of(table, slot, &packed) != before) {
+        table->kept(table->kept_of, before, -1);
+        table->kept(table->kept_of, payer_of(table, slot, &packed), 1);
+    }
+    return 0;
+}
 
 const uint64_t *kvfs_table_places(const struct kvfs_table *table, uint32_t *count) {
     *count = get(&table->header->slots_fresh) - 1; /* slots count from 1 in there */
@@ -536,6 +595,8 @@ static int put(struct kvfs_table *table, const struct kvfs_record *record, uint6
     renamed = old && name && (old_key[0] | old_key[1]);
     if (!old || renamed)
         slot = slot_take(table);
+    if (renamed)
+        payer_set(table, slot, table->payers[old - 1]);
     slot_write(table, slot, &packed);
     if (renamed)
         location_redirect(table, &by_inode, slot);

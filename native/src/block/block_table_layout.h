@@ -132,7 +132,10 @@ struct kvfs_table {
     int fd; /* -1: a reader */
     uint32_t overflow_used;
     uint64_t records;
-    _Atomic uint64_t *places; /* the writer's: as kvfs_table_places() has it, of the slot with this number less one */
+    _Atomic uint64_t *places;                          /* the writer's: as kvfs_table_places() has it, of the slot with this number less one */
+    uint32_t *payers;                                  /* the writer's, by slot less one: whom kvfs_table_charge() named; 0: the owner pays */
+    void (*kept)(void *of, uint32_t user, int change); /* as kvfs_table_watch() has it; NULL: nobody counts */
+    void *kept_of;
     struct free_set free_slots;
     struct free_set free_overflow;
 };

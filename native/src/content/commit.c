@@ -55,7 +55,7 @@ static void successor_waits(struct kvfs_plane *plane, const struct kvfs_inode_re
 }
 
 /* As rename(2) would, over whatever file has the name. 1: it has entered, and the names have its record. 0: superseded, as a file made after it has
- * the name. -EAGAIN: the caller is to load names; with `forced` they were. Or an error. */
+ * the name. -EAGAIN: the caller is to load names; with `forced` they were. -ENOSPC: the block table is full. Or an error. */
 static int enter(struct kvfs_plane *plane, struct commit *frame, struct reservation *reservation, bool forced, int64_t now) {
     struct kvfs_inode_record *block = reservation->record;
     const struct kvfs_inode_record *holder = NULL;
@@ -155,7 +155,7 @@ static bool item_commit(struct kvfs_plane *plane, struct commit *frame, int64_t 
         return true;
     }
     int result = item.error ? (int)item.error : enter(plane, frame, reservation, false, now);
-    if (result == -EAGAIN && !item.error) {
+    if ((result == -EAGAIN || result == -ENOSPC) && !item.error) { /* Python loads names, and waits for room in the table */
         frame->told.block = reservation->record;
         return false;
     }

@@ -37,6 +37,7 @@ struct user {
     atomic_ullong open, other; /* bytes: blocks open and charged to the user; pins, reservations and slabs, by Python's count */
     atomic_ullong writing;     /* bytes of files being written */
     atomic_ullong evicted;     /* blocks that went while the user had them open */
+    atomic_llong names;        /* records that eviction cannot take: kvfs_table_watch() */
 };
 struct hold {
     struct user *user;
@@ -82,6 +83,7 @@ struct handle {
     uint32_t flags;  /* O_ flags of the open */
     uint32_t listed; /* a directory: inodes that the listing through this handle has made */
     bool writer;
+    bool unread; /* the first READ, or else the close, is a use of the block */
 };
 /* A kernel may bring a number of an earlier daemon, as a guest outlives its daemons. Numbers begin anywhere, so 1 of 2^42 is one of
  * ours by chance. And a handle is found only with its transport and its inode. */
@@ -96,8 +98,10 @@ struct handle_table {
 struct node *node_get(struct kvfs_plane *plane, uint64_t inode, bool create);
 struct node *node_get_locked(struct shard *shard, uint64_t inode, bool create); /* with the shard's lock held */
 void node_put(struct kvfs_plane *plane, struct node *node);
-/* A block was looked up and found: counts a use, and its age. */
+/* A block was found and read: counts a use, and its age. */
 void found_add(struct kvfs_plane *plane, const struct kvfs_record *record);
+/* It was found, and nothing was read from here. If it was read before, it is used now, once in a tick. It counts no hit: opens cost nothing. */
+void found_unread(struct kvfs_plane *plane, const struct kvfs_record *record);
 /* These two with the shard's lock held. Whether a lease keeps the node's block: one that has outgrown what was leased is not kept. */
 bool node_is_leased(struct kvfs_plane *plane, const struct node *node);
 /* The block has lost its name, or goes: leases keep it no more. */
@@ -124,8 +128,11 @@ void node_unopen(struct kvfs_plane *plane, struct node *node, struct user *user,
  * asked. */
 bool node_promise(struct kvfs_plane *plane, uint64_t inode);
 int handles_init(struct kvfs_plane *plane);
-int handle_open(struct kvfs_plane *plane, struct transport *transport, struct node *node, struct user *user, uint32_t flags, bool writer,
+/* uses: to read by it is a use of the block. */
+int handle_open(struct kvfs_plane *plane, struct transport *transport, struct node *node, struct user *user, uint32_t flags, bool writer, bool uses,
                 uint64_t *fh);
+/* A READ comes by a handle that handle_find() has given out. */
+void handle_reads(struct kvfs_plane *plane, const struct handle *handle, uint64_t fh);
 /* Copies a handle of that inode and references its node once more; false: no such file handle. A copy, as a hostile guest may release the handle at any
  * moment. */
 bool handle_find(struct kvfs_plane *plane, struct transport *transport, uint64_t fh, uint64_t inode, struct handle *out);
@@ -166,8 +173,8 @@ struct processes {
     struct thread threads[THREADS_KNOWN];
 };
 void process_lists(struct kvfs_plane *plane, struct caller caller); /* a directory */
-/* A block was opened for reading: a use, but for one who walks. */
-void process_opens(struct kvfs_plane *plane, struct caller caller, const struct kvfs_record *block);
+/* A block was opened for reading. Returns whether to read it is a use: it is none of one who walks. */
+bool process_opens(struct kvfs_plane *plane, struct caller caller, const struct kvfs_record *block);
 /* A block was looked up and found. One who loads or stores uses it if the block before it was looked up just before. */
 void process_looks(struct kvfs_plane *plane, struct caller caller, const struct kvfs_record *block);
 /* A file was made. It comes behind what the process found last, or made a moment ago. */
@@ -190,6 +197,9 @@ bool space_lacks(struct kvfs_plane *plane, uint64_t growth);                    
 /* A writer beyond the share leaves one share of that room to others. NULL: nobody is charged. */
 bool writer_lacks(struct kvfs_plane *plane, const struct user *writer, uint64_t growth);
 int space_ask(struct kvfs_plane *plane, const struct user *writer, uint64_t growth); /* both: 0, -EDQUOT, or the error of kvfs_set_space */
+void user_names(void *plane, uint32_t id, int change);                               /* told by the block table */
+/* Whether the user may make one more record that eviction cannot take: 0 or -EDQUOT. `lasting`: it stays so, which a file does not. Any thread. */
+int names_ask(struct kvfs_plane *plane, const struct user *user, bool lasting);
 
 /* ---- staged_file.c, park.c, load.c, file_control.c: files being written ---- */
 
@@ -487,6 +497,7 @@ struct kvfs_plane {
     atomic_uint leased_blocks;
     atomic_int space_error;           /* the error of a write that needs more */
     atomic_ullong share;              /* of one user */
+    atomic_uint names_share;          /* the same as a part of KVFS_WHOLE */
     atomic_uint exempt;               /* besides root */
     struct user users[USERS_MAX + 1]; /* by hash; the last is shared by all users without a place */
     struct shard shards[SHARDS];

@@ -50,9 +50,9 @@ static int handle_add(struct kvfs_plane *plane, const struct handle *from, uint6
     return 0;
 }
 
-int handle_open(struct kvfs_plane *plane, struct transport *transport, struct node *node, struct user *user, uint32_t flags, bool writer,
+int handle_open(struct kvfs_plane *plane, struct transport *transport, struct node *node, struct user *user, uint32_t flags, bool writer, bool uses,
                 uint64_t *fh) {
-    struct handle handle = {.node = node, .transport = transport, .user = user, .flags = flags, .writer = writer};
+    struct handle handle = {.node = node, .transport = transport, .user = user, .flags = flags, .writer = writer, .unread = uses};
     if (writer && flags & O_DIRECT) {
         pthread_mutex_lock(&node->lock);
         if (node->file)
@@ -85,6 +85,26 @@ bool handle_find(struct kvfs_plane *plane, struct transport *transport, uint64_t
     }
     pthread_mutex_unlock(&plane->handles.lock);
     return found;
+}
+
+/* The handle's block was used, if that may be known. */
+static void handle_used(struct kvfs_plane *plane, struct node *node, void (*used)(struct kvfs_plane *, const struct kvfs_record *)) {
+    struct kvfs_record record;
+    if (record_find(plane, node->inode, &record) == 0 && record.flags & KVFS_INODE_SEALED)
+        used(plane, &record);
+}
+
+void handle_reads(struct kvfs_plane *plane, const struct handle *found, uint64_t fh) {
+    if (!found->unread)
+        return;
+    pthread_mutex_lock(&plane->handles.lock);
+    struct handle *handle = handle_look(&plane->handles, found->transport, fh, found->node->inode, false);
+    bool first = handle && handle->unread;
+    if (first)
+        handle->unread = false;
+    pthread_mutex_unlock(&plane->handles.lock);
+    if (first)
+        handle_used(plane, found->node, found_add);
 }
 
 uint32_t handle_listed(struct kvfs_plane *plane, struct transport *transport, uint64_t fh, uint64_t inode, uint32_t more) {
@@ -124,6 +144,8 @@ struct node *handle_close(struct kvfs_plane *plane, struct transport *transport,
     if (!handle)
         return NULL;
     struct node *node = handle->node;
+    if (handle->unread)
+        handle_used(plane, node, found_unread);
     *was_writer = handle->writer;
     struct shard *shard = shard_of(plane, node->inode);
     pthread_mutex_lock(&shard->lock);

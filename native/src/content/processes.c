@@ -79,15 +79,15 @@ void process_lists(struct kvfs_plane *plane, struct caller caller) {
     atomic_fetch_or_explicit(&process->did, PROCESS_LISTS, memory_order_relaxed);
 }
 
-void process_opens(struct kvfs_plane *plane, struct caller caller, const struct kvfs_record *block) {
+bool process_opens(struct kvfs_plane *plane, struct caller caller, const struct kvfs_record *block) {
     const struct thread *thread = thread_of(plane, caller);
     struct process *process = process_of(plane, caller, thread);
     if (is_walk(thread, atomic_load_explicit(&process->did, memory_order_relaxed)))
-        return;
-    found_add(plane, block);
+        return false;
     atomic_fetch_or_explicit(&process->did, PROCESS_LOADS, memory_order_relaxed);
     atomic_store_explicit(&process->last, block->inode, memory_order_relaxed);
     atomic_store_explicit(&process->made_ms, 0, memory_order_relaxed);
+    return true;
 }
 
 void process_looks(struct kvfs_plane *plane, struct caller caller, const struct kvfs_record *block) {

@@ -139,12 +139,36 @@ int space_ask(struct kvfs_plane *plane, const struct user *writer, uint64_t grow
     return space_lacks(plane, growth) ? -(int)atomic_load(&plane->space_error) : writer_lacks(plane, writer, growth) ? -EDQUOT : 0;
 }
 
+/* ---- names ---- */
+
+void user_names(void *plane, uint32_t id, int change) { atomic_fetch_add_explicit(&user_get(plane, id)->names, change, memory_order_relaxed); }
+
+/* A share goes by what is left, and by its square. With a share of a quarter a user may have a third of what is left, times its part of all. Where
+ * nobody else has any that is a fifth of all. So n users who each take what they may leave 4 / (n + 4) of all, however many they are. A ninth of it is for files
+ * alone: a user with all the directories that one may have goes on to store in them. */
+int names_ask(struct kvfs_plane *plane, const struct user *user, bool lasting) {
+    uint64_t part = atomic_load_explicit(&plane->names_share, memory_order_relaxed);
+    int64_t has = atomic_load_explicit(&user->names, memory_order_relaxed);
+    if (lasting)
+        has += has / 8;
+    if (part >= KVFS_WHOLE || is_exempt(plane, user))
+        return 0;
+    struct kvfs_table_statistics table;
+    kvfs_table_statistics(plane->table, &table);
+    uint64_t kept = table.records - min_u64(table.blocks, table.records), left = table.records_max - min_u64(kept, table.records_max);
+    unsigned __int128 held = (unsigned __int128)(has > 0 ? has : 0) * (KVFS_WHOLE - part) * table.records_max;
+    return held < (unsigned __int128)left * left * part ? 0 : -EDQUOT;
+}
+
 /* ---- for the control plane ---- */
 
-void kvfs_set_share(struct kvfs_plane *plane, uint64_t bytes, uint32_t exempt) {
+void kvfs_set_share(struct kvfs_plane *plane, uint64_t bytes, uint32_t names_part, uint32_t exempt) {
     atomic_store(&plane->exempt, exempt);
     atomic_store(&plane->share, bytes);
+    atomic_store(&plane->names_share, names_part);
 }
+
+int kvfs_names_ask(struct kvfs_plane *plane, uint32_t id) { return names_ask(plane, user_get(plane, id), true); }
 
 void kvfs_user_hold(struct kvfs_plane *plane, uint32_t id, uint64_t bytes) { atomic_store(&user_get(plane, id)->other, bytes); }
 
@@ -157,7 +181,8 @@ int kvfs_users(struct kvfs_plane *plane, struct kvfs_user *out, uint32_t capacit
             out[count++] = (struct kvfs_user){.id = (uint32_t)(key - 1),
                                               .open_bytes = atomic_load(&user->open),
                                               .writing_bytes = atomic_load(&user->writing),
-                                              .evicted = atomic_load(&user->evicted)};
+                                              .evicted = atomic_load(&user->evicted),
+                                              .names = (uint64_t)atomic_load(&user->names)};
     }
     return (int)count;
 }

@@ -48,6 +48,17 @@ void found_add(struct kvfs_plane *plane, const struct kvfs_record *record) {
     use_add(plane, record->slot);
 }
 
+/* Pages that a kernel has in its cache are read unseen. Of a block that was never read from here it has none. */
+void found_unread(struct kvfs_plane *plane, const struct kvfs_record *record) {
+    if (record->flags & KVFS_INODE_FOREIGN)
+        return;
+    uint32_t use = atomic_load_explicit(&plane->uses[record->slot], memory_order_relaxed), tick = tick_now(plane);
+    if (!(use & 0xff) || use >> 8 == tick)
+        return;
+    kvfs_worth_count(&plane->used, tick, &use, 1);
+    use_renew(plane, record->slot);
+}
+
 void use_look(struct kvfs_plane *plane, const struct kvfs_record *record) {
     if (record->flags & KVFS_INODE_FOREIGN)
         return;

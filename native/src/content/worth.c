@@ -101,6 +101,7 @@ void kvfs_weigh(const struct kvfs_worths *worths, float price, uint32_t tick, co
         ages->counts[at.row][at.index]++;
         segments[segment].loss += (double)(worth < price ? worth : price) * pages;
         segments[segment].pages += pages;
+        segments[segment].count++;
     }
 }
 

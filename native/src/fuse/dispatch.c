@@ -162,9 +162,8 @@ static void do_open(struct server *server, struct fuse_in_header *in) {
     struct fuse_open_out out;
     memset(&out, 0, sizeof(out));
     if (r == 0) {
-        if (record.flags & KVFS_INODE_SEALED)
-            process_opens(plane, caller_of(server->transport, in->pid), &record);
-        r = handle_open(plane, server->transport, node, user, open.flags, false, &out.fh);
+        bool uses = record.flags & KVFS_INODE_SEALED && process_opens(plane, caller_of(server->transport, in->pid), &record);
+        r = handle_open(plane, server->transport, node, user, open.flags, false, uses, &out.fh);
         if (r < 0) {
             struct shard *shard = shard_of(plane, in->nodeid);
             pthread_mutex_lock(&shard->lock);
@@ -266,6 +265,7 @@ static void do_read(struct server *server, struct fuse_in_header *in) {
         reply_error(server, in->unique, r < 0 ? r : -ENOMEM);
         return;
     }
+    handle_reads(plane, &handle, read.fh);
     request->offset = read.offset;
     request->size = read.size;
     request->until_ns = server->arrived_ns + plane->array.io_timeout_ms * 1000000ull;
@@ -435,9 +435,20 @@ static void made_note(struct kvfs_plane *plane, const struct fuse_in_header *in)
     missed_made(plane, parent, name);
 }
 
+/* A user with more names than a share makes no more of them, in C or Python. */
+static bool refuse_name(struct server *server, const struct fuse_in_header *in) {
+    bool lasting = in->opcode == FUSE_MKDIR || in->opcode == FUSE_SYMLINK;
+    int r = names_ask(server->plane, user_get(server->plane, user_id(server->transport, in->uid)), lasting);
+    if (r < 0)
+        reply_error(server, in->unique, r);
+    return r < 0;
+}
+
 static void do_create(struct server *server, struct fuse_in_header *in) {
     struct fuse_create_in create;
     memcpy(&create, in + 1, sizeof(create));
+    if (refuse_name(server, in))
+        return;
     made_note(server->plane, in);
     const char *name = (const char *)(in + 1) + sizeof(create);
     struct kvfs_record record;
@@ -473,6 +484,8 @@ static void do_rename(struct server *server, struct fuse_in_header *in) {
 }
 
 static void do_make(struct server *server, struct fuse_in_header *in) {
+    if (refuse_name(server, in))
+        return;
     made_note(server->plane, in);
     mux_forward(server, 0, 0);
 }

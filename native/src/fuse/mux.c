@@ -437,9 +437,8 @@ static int open_reply(struct kvfs_plane *plane, struct pending *p, uint64_t inod
     bool uncached = !p->transport->guest && host_opens_uncached(node);
     if (p->transport->guest && writer)
         atomic_store(&node->guest_wrote, true); /* before there is a handle to write by */
-    if (!writer && record.flags & KVFS_INODE_SEALED)
-        process_opens(plane, caller_of(p->transport, p->pid), &record);
-    r = handle_open(plane, p->transport, node, user, p->flags, writer, &fh);
+    bool uses = !writer && record.flags & KVFS_INODE_SEALED && process_opens(plane, caller_of(p->transport, p->pid), &record);
+    r = handle_open(plane, p->transport, node, user, p->flags, writer, uses, &fh);
     if (r < 0) {
         struct shard *shard = shard_of(plane, inode);
         pthread_mutex_lock(&shard->lock);
@@ -599,6 +598,15 @@ static int opendir_reply(struct kvfs_plane *plane, const struct pending *p, stru
     return r;
 }
 
+/* A guest's name is its own, whatever user of its has made it. */
+static void guest_pays(struct kvfs_plane *plane, const struct pending *p, uint64_t inode) {
+    if (!p->transport->guest)
+        return;
+    kvfs_names_begin(plane->names);
+    kvfs_table_charge(plane->table, inode, p->user);
+    kvfs_names_end(plane->names);
+}
+
 /* Turn Python's successful reply into the kernel's: attributes, handles, listings. Returns 0, or the error to answer instead. */
 static int reply_patch(struct kvfs_plane *plane, struct pending *p, uint8_t **body, uint32_t *length) {
     void *out = *body;
@@ -610,11 +618,14 @@ static int reply_patch(struct kvfs_plane *plane, struct pending *p, uint8_t **bo
     case FUSE_SYMLINK:
         if (*length < sizeof(*entry))
             return -EIO;
+        if (p->opcode != FUSE_LOOKUP)
+            guest_pays(plane, p, entry->nodeid);
         entry_patch(plane, p->transport, entry);
         return 0;
     case FUSE_CREATE:
         if (*length < sizeof(*entry) + sizeof(struct fuse_open_out))
             return -EIO;
+        guest_pays(plane, p, entry->nodeid);
         entry_patch(plane, p->transport, entry);
         if (p->transport->inc_epoch)
             entry->attr_valid_nsec = CREATED_NS;
