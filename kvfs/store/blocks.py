@@ -54,7 +54,7 @@ class Blocks:
         self.versions = Versions(self.names)
         self.pins = Pins(index, shares, plane.names)
         self.space = SpaceLimit(segments, plane, shares)
-        self.table_room = TableRoom(plane)
+        self.table_room = TableRoom(plane, lambda: segments.need_space.set())
         # How often directories were renamed. Ancestors that were read before the last time may be old.
         self.directory_moves = 0
         # How often directories were removed. A path that was followed before the last time may lead nowhere.

@@ -149,7 +149,9 @@ class Evictor:
         """Keep segments free, while `allowed`. Until cancelled."""
         stuck_since: float | None = None
         while True:
-            await self._wait_for_work()
+            with trio.move_on_after(0.5):
+                await self._segments.need_space.wait()
+            self._segments.need_space = trio.Event()
             self._segments.take_notes()
             self._look_ahead(trio.current_time())
             if self._is_to_learn():  # also before the pool is full
@@ -174,17 +176,6 @@ class Evictor:
             if now - stuck_since > _PATIENCE_S:
                 self._give_up(lacks_space, lacks_records)
             await trio.sleep(0.1)
-
-    async def _wait_for_work(self) -> None:
-        async def wait(event: trio.Event) -> None:
-            await event.wait()
-            nursery.cancel_scope.cancel()
-
-        async with trio.open_nursery() as nursery:
-            nursery.cancel_scope.deadline = trio.current_time() + 0.5
-            nursery.start_soon(wait, self._segments.need_space)
-            nursery.start_soon(wait, self._room.wanted)
-        self._segments.need_space, self._room.wanted = trio.Event(), trio.Event()
 
     def _has_space(self) -> bool:
         return self._segments.free_count() + self._emptying >= self.high

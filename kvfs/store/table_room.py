@@ -8,6 +8,8 @@ own at its start, and its first store may come a day later. To find none would b
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import trio
 
 from kvfs.errors import NoSpaceError
@@ -24,15 +26,15 @@ _POLL_S = 0.5
 class TableRoom:
     """One trio thread. The evictor works while records are short, and says what came of it."""
 
-    def __init__(self, plane: Plane) -> None:
-        self._plane = plane
+    def __init__(self, plane: Plane, want: Callable[[], None]) -> None:
+        """`want`: called to wake the evictor."""
+        self._plane, self._want = plane, want
         self.most = plane.table_statistics()["records_max"]
         # Below low the evictor works, up to high.
         self.low = self.most // _FREE_SHARE
         self.high = self.low + self.low // 4
         # Set by the evictor: it can take no block now.
         self.exhausted = False
-        self.wanted = trio.Event()
         self._gained = trio.Event()
 
     def left(self) -> int:
@@ -58,7 +60,7 @@ class TableRoom:
             return
         with trio.move_on_after(WAIT_S):
             while not self.left() and not self.exhausted:
-                self.wanted.set()
+                self._want()
                 with trio.move_on_after(_POLL_S):
                     await self._gained.wait()
         if not self.left():
