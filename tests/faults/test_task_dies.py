@@ -76,7 +76,7 @@ def test_a_store_task_that_dies_ends_the_daemon_and_answers_whoever_waits(
         thread.join(END_S)
     assert sorted(answers) == [("close", errno.EIO)] * 8 + [("sync", errno.EIO)]
     pool.wait_dead(pid, timeout_s=END_S)
-    assert time.monotonic() - began < END_S
+    assert time.monotonic() - began < END_S * helpers.slowness()
     log = (pool.path / "kvfs.log").read_text()
     assert "CRITICAL" in log and "LookupError: the task that dies" in log, log
     with raises_errno(errno.ENOTCONN):

@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 import trio
-from helpers import assert_same, content, wait_until
+from helpers import assert_same, content, slowness, wait_until
 
 import kvfs
 from kvfs.client import library
@@ -29,7 +29,7 @@ async def cancelled_once_begun(colour, slow, function):
     if colour == "trio":
         async with trio.open_nursery() as nursery:
             nursery.start_soon(function)
-            with trio.fail_after(30):
+            with trio.fail_after(30 * slowness()):
                 while not slow.begun.is_set():
                     await trio.sleep(0.01)
             nursery.cancel_scope.cancel()

@@ -26,6 +26,7 @@ from helpers import (
     in_child,
     loop_devices,
     run,
+    slowness,
     wait_until,
 )
 
@@ -163,7 +164,7 @@ def test_a_daemon_that_answers_otherwise(own_pool, answer, kind, words):
         before = time.monotonic()
         with pytest.raises(kind, match=words):
             kvfs.connect(pool.mount, timeout_s=20 if answer else 0.3, gpu=None)
-        assert time.monotonic() - before < 15
+        assert time.monotonic() - before < 15 * slowness()
     with kvfs.connect(pool.mount, gpu=None) as client:
         assert client.exists([b"key"]) == [False]
 
@@ -190,7 +191,7 @@ def test_reads_go_on_after_the_daemon_was_killed_and_puts_when_it_is_back(own_po
             before = time.monotonic()
             with pytest.raises(NotMountedError, match=r"daemon is gone|no daemon answers"):
                 call()
-            assert time.monotonic() - before < 10, "it waits for its deadline"
+            assert time.monotonic() - before < 10 * slowness(), "it waits for its deadline"
         assert_reads(client, old)
         pool.remount()
         client.put([(b"new", b"data")])
@@ -249,7 +250,7 @@ def test_a_daemon_that_hangs_stops_no_read_and_no_close(own_pool):
             assert client.exists([*old, b"none"]) == [True] * 10 + [False]
         before = time.monotonic()
         client.close()
-        assert time.monotonic() - before < 10, "it waits for the daemon"
+        assert time.monotonic() - before < 10 * slowness(), "it waits for the daemon"
     finally:
         os.kill(pool.pid(), signal.SIGCONT)
 
@@ -515,7 +516,7 @@ def test_a_stuck_device_is_a_miss_and_keeps_the_memory_until_it_answers(stoppabl
         destinations = {key: bytearray(len(data)) for key, data in old.items()}
         before = time.monotonic()
         results = client.get_into(destinations.items())
-        assert time.monotonic() - before < 20, "one timeout, not one for each block"
+        assert time.monotonic() - before < 20 * slowness(), "one timeout, not one for each block"
         missed = [key for key, result in zip(old, results, strict=True) if result is None]
         assert 0 < len(missed) < 40
         for key, result in zip(old, results, strict=True):
@@ -531,7 +532,7 @@ def test_a_stuck_device_is_a_miss_and_keeps_the_memory_until_it_answers(stoppabl
         before = time.monotonic()
         assert client.get(owed[0]) is None
         client.get_into((key, bytearray(len(old[key]))) for key in missed)
-        assert time.monotonic() - before < 20
+        assert time.monotonic() - before < 20 * slowness()
         throttle.go_on(devices[0])
         wait_until(lambda: client.library.held == 0, "the device's late answers")
         for destination in destinations.values():
@@ -562,7 +563,7 @@ def test_closing_while_a_device_owes_an_answer_neither_hangs_nor_lets_go_of_its_
     assert client.get_into([(b"key", destination)]) == [None]
     before = time.monotonic()
     client.close()
-    assert time.monotonic() - before < 20
+    assert time.monotonic() - before < 20 * slowness()
     with pytest.raises(BufferError):
         destination.extend(b"resized")
     throttle.go_on(devices[0])
@@ -581,7 +582,7 @@ def test_a_client_that_is_dropped_while_a_device_owes_an_answer_does_not_hang(st
     with pytest.warns(ResourceWarning, match="not closed"):
         del client
         gc.collect()
-    assert time.monotonic() - before < 20
+    assert time.monotonic() - before < 20 * slowness()
 
 
 @pytest.mark.timeout(180)
@@ -593,7 +594,7 @@ def test_a_prestaged_block_of_a_stuck_device_is_a_miss(stoppable):
         assert client.prestage([b"key"]) == 1
         before = time.monotonic()
         assert client.get(b"key") is None
-        assert time.monotonic() - before < 20
+        assert time.monotonic() - before < 20 * slowness()
         throttle.go_on(devices[0])
         wait_until(lambda: client.get(b"key") is not None, "the device's return")
         assert_same(client.get(b"key"), content(100_000), "the block")

@@ -411,7 +411,7 @@ def test_a_stuck_device_is_a_miss_and_the_slots_come_back(driver, tmp_path):
             throttle.stop(devices[0])
             began = time.monotonic()
             results = client.get_into(items)
-            assert time.monotonic() - began < 25
+            assert time.monotonic() - began < 25 * helpers.slowness()
             batch.check(results, contents.values())
             assert 0 < results.count(None) < 40
             reader = client.gpu_reader()
@@ -449,7 +449,7 @@ def test_a_gpu_that_hangs_is_an_error_in_time(driver, directory):
             try:
                 with pytest.raises(DeadlineError, match="has not ended in 15000 ms"):
                     client.get_into(items)
-                assert time.monotonic() - began < 60
+                assert time.monotonic() - began < 60 * helpers.slowness()
                 with pytest.raises(KvfsError, match="out of use"):
                     client.get_into(items)
             finally:

@@ -8,11 +8,11 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
+import helpers
 import pytest
 
 from kvfs.pod.redis_engine import RedisEngine
@@ -48,10 +48,7 @@ def free_port() -> int:
 
 
 def wait_until(what: Callable[[], object], timeout_s: float = START_S) -> None:
-    end = time.monotonic() + timeout_s
-    while not what():
-        assert time.monotonic() < end, f"not within {timeout_s} s: {what}"
-        time.sleep(0.005)
+    helpers.wait_until(what, f"{what}", timeout_s=timeout_s, interval_s=0.005)
 
 
 class Server:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import trio
+from helpers import slowness
 from pods import join_node, make_pod
 from still_clock import Time
 from store_pools import OPTIONS, names, rebuilt, write
@@ -331,7 +332,7 @@ def test_two_stores_on_one_set_of_devices_write_their_own_segments(tmp_path: Pat
     one, two = make_pod(tmp_path, joined=2)
 
     async def main() -> None:
-        with trio.fail_after(120):
+        with trio.fail_after(120 * slowness()):
             async with Store.open(one, OPTIONS) as a, Store.open(two, OPTIONS) as b:
                 assert (a.epoch, b.epoch) == (1, 2)
                 await write(a, b"of-a")
@@ -360,7 +361,7 @@ def test_a_pod_is_checked_while_another_node_has_it_mounted(tmp_path: Path) -> N
     one, two = make_pod(tmp_path, joined=2)
 
     async def main() -> None:
-        with trio.fail_after(120):
+        with trio.fail_after(120 * slowness()):
             async with Store.open(one, OPTIONS) as a:
                 await write(a, b"of-a")
             async with Store.open(two, OPTIONS):
@@ -397,7 +398,7 @@ def test_a_device_that_missed_a_mount_is_compared_and_taken_in(tmp_path: Path, l
     before: set[bytes] = set()
 
     async def work() -> None:
-        with trio.fail_after(120):
+        with trio.fail_after(120 * slowness()):
             async with Store.open(one, OPTIONS) as a:
                 for i in range(60):
                     await write(a, b"%d" % i, size=64 << 20)
@@ -422,7 +423,7 @@ def test_a_device_that_missed_a_mount_is_compared_and_taken_in(tmp_path: Path, l
 
 
 async def until_online(store: Store) -> None:
-    with trio.fail_after(60):
+    with trio.fail_after(60 * slowness()):
         while any(service.state != DeviceState.ONLINE for service in store.service.all):
             await trio.sleep(0.02)
 
@@ -431,7 +432,7 @@ def test_a_device_comes_back_to_a_running_node_though_another_was_retired_meanwh
     one = make_pod(tmp_path, joined=2, width=1)[0]
 
     async def work() -> None:
-        with trio.fail_after(120):
+        with trio.fail_after(120 * slowness()):
             async with Store.open(one, OPTIONS) as a:
                 for i in range(60):
                     await write(a, b"%d" % i, size=64 << 20)

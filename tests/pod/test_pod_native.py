@@ -21,7 +21,7 @@ from typing import cast
 
 import pytest
 import trio
-from helpers import MIB, REPOSITORY, requires_fuse, requires_program, requires_root, run, wait_until
+from helpers import MIB, REPOSITORY, requires_fuse, requires_program, requires_root, run, slowness, wait_until
 from kvfs._native import ffi, lib
 from podmounts import Node, Pod, block
 
@@ -324,7 +324,7 @@ def test_fresh_names_the_slot_that_gives_no_answer(pod: Pod, b: Client) -> None:
         began = time.monotonic()
         with pytest.raises(DeadlineError, match="slot 0 gave no answer"):
             b.exists([b"none"], fresh=True)
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 2 * slowness()
     be_fresh(b)
 
 
@@ -432,13 +432,18 @@ def test_a_lease_is_not_held_while_the_owner_gives_no_answer(pod: Pod, a: Client
         lease = b.lease([*keys, *own], 60)
         took = time.monotonic() - began
         assert lease.held == [False] * 10 + [True]
-        assert 0.045 < took < 1, f"{took * 1000:.0f} ms"
+        assert 0.045 < took < 1 * slowness(), f"{took * 1000:.0f} ms"
         print(f"lease of an owner that is stopped: {took * 1000:.0f} ms")
         assert b.get_into([(keys[0], bytearray(SIZE))]) == [SIZE], "it is read all the same"
         assert lease.release() is True
-        began = time.monotonic()
-        assert b.lease(keys, 60).held == [False] * 10
-        assert time.monotonic() - began < 0.045, "it is left alone for a second"
+
+        def left_alone() -> bool:
+            """An owner that is asked has 45 ms to answer. A busy machine may let the second pass."""
+            began = time.monotonic()
+            assert b.lease(keys, 60).held == [False] * 10
+            return time.monotonic() - began < 0.045
+
+        wait_until(left_alone, "an answer without asking an owner that gave none within a second")
     be_fresh(b)
     wait_until(lambda: leased_blocks(pod.nodes[0]) == 0, "the release of what was answered late", timeout_s=10)
 

@@ -201,7 +201,7 @@ def test_a_storm_of_messages_disturbs_nobody(served):
     print(f"{storm.messages} messages, {storm.connections} connections")
     print(f"{len(waits)} reads, the longest {max(waits):.3f} s")
     assert not failures and storm.messages > 100 * STORM_S
-    assert max(waits) < 5  # a device's deadline is longer
+    assert max(waits) < 5 * helpers.slowness()  # a device's deadline is longer
     assert_others_are_served(pool, other, 6)
     with Guest(path) as guest:
         assert guest.ask(front_end.LOOKUP, 1, b"none\0")[0] == -errno.ENOENT

@@ -10,6 +10,7 @@ from typing import cast
 
 import pytest
 import trio
+from helpers import slowness
 from test_namespace import StoreDouble
 
 from kvfs import errors
@@ -62,7 +63,7 @@ def answers(store: StoreDouble, plane: PlaneDouble, calls: Sequence[Call]) -> li
             for number, item in enumerate(calls):
                 assert plane.on_call is not None
                 plane.on_call(item)
-                with trio.fail_after(5):
+                with trio.fail_after(5 * slowness()):
                     while len(plane.answers) <= number:
                         await trio.sleep(0)
             nursery.cancel_scope.cancel()

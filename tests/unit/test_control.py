@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import trio
-from helpers import lingering
+from helpers import lingering, slowness
 
 from kvfs.errors import DeadlineError, KvfsError
 from kvfs.frontend import control as control_room
@@ -60,7 +60,7 @@ async def serving(pool: Path, client: Callable[[], None]) -> None:
     server = ControlServer(pool, COMMANDS)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(server.run)
-        with trio.fail_after(50):
+        with trio.fail_after(50 * slowness()):
             await trio.to_thread.run_sync(client)
         nursery.cancel_scope.cancel()
     server.close()

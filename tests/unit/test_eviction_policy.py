@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import trio
+from helpers import slowness
 from kvfs._native import ffi
 from store_pools import OPTIONS, make, make_pool, names, rename, settle, unlink, verify_all, with_store, write
 
@@ -179,11 +180,11 @@ def test_pinned_blocks_stay_and_everything_pinned_is_enospc(tmp_path: Path) -> N
         await verify_all(store, kept.inode)
         await store.pins.count()
         assert store.space().pinned == 20 * HEADER_PAGES * 4096
-        with pytest.raises(NoSpaceError, match="pinned"), trio.fail_after(50):
+        with pytest.raises(NoSpaceError, match="pinned"), trio.fail_after(50 * slowness()):
             for i in range(10_000):
                 await write(store, b"q%06d" % i, BIG, kept.inode)
         await store.blocks.unpin(kept.inode)
-        with trio.fail_after(20):
+        with trio.fail_after(20 * slowness()):
             await write(store, b"fits again", BIG)
             while not any(name == b"later" for name in names(store)):
                 try:
@@ -205,7 +206,7 @@ def test_to_evict_all_ends_where_pinned_blocks_fill_more_than_half_a_segment_eac
             pinned = await write(store, b"p%d" % i, pages * 512 * 4096)  # 8 bytes of header for each 4 KiB
             await store.blocks.pin(pinned.inode)
             await write(store, b"q%d" % i)
-        with trio.fail_after(20):
+        with trio.fail_after(20 * slowness()):
             await store.evict(1 << 60)
         assert {b"p%d" % i for i in range(8)} == names(store)
         assert store.evictor.counters.carried_blocks <= 4 * 8

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import trio
+from helpers import slowness
 from store_pools import crashed_store, make, make_pool, names, rename, settle, unlink, verify_all, with_store, write
 
 from kvfs.errors import PoolError
@@ -238,7 +239,7 @@ def test_a_large_group_goes_as_one(tmp_path: Path) -> None:
         single = await write(store, b"single", LARGE)
         assert await store.evict(1) > 0
         assert names(store) <= {single.name}
-        with trio.fail_after(50):
+        with trio.fail_after(50 * slowness()):
             await settle(store)
 
     with_store(make_pool(tmp_path / "pool"), work)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import trio
 from client_double import counted, places_in, wanted, where
+from helpers import slowness
 from store_pools import LAZY, make_pool, with_store
 from test_directories_of_keys import Connection
 
@@ -125,7 +126,7 @@ def test_blocks_that_were_replaced_go_in_turns(tmp_path: Path) -> None:
                 await trio.lowlevel.checkpoint()
                 longest, turn = max(longest, len(gone) - turn), len(gone)
 
-        with trio.fail_after(20):
+        with trio.fail_after(20 * slowness()):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(watch)
                 await store._commit_and_flush()

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers import wait_until
 
 from kvfs.virtiofs import relay
 from kvfs.virtiofs.relay import Memory, Message, Queue, fail_requests, receive, send
@@ -297,11 +298,8 @@ def front_end(tmp_path: Path, guest: GuestDouble) -> Iterator[FrontEnd]:
 
 
 def wait_for(condition: object, what: str) -> None:
-    deadline = time.monotonic() + 10
     assert callable(condition)
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
+    wait_until(condition, what, timeout_s=10)
 
 
 def test_the_next_daemon_is_told_what_the_first_was(front_end: FrontEnd, tmp_path: Path, guest: GuestDouble) -> None:

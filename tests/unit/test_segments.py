@@ -11,6 +11,7 @@ from typing import cast
 
 import pytest
 import trio
+from helpers import slowness
 from store_pools import (
     OPTIONS,
     crashed_store,
@@ -137,7 +138,8 @@ def test_a_writer_that_found_no_segment_gets_the_one_that_was_being_opened_ahead
         segments.ready_taken.set()
         await trio.sleep(0.05)
         assert len(segments._free) == segments.reserve and not segments._ready
-        with trio.fail_after(50):  # without being told it takes until the next poll, or commit of the index
+        # Without being told it takes until the next poll, or commit of the index.
+        with trio.fail_after(50 * slowness()):
             segments.release(await segments.allocate(segments.head(Stream.NEW), 1, 1))
         assert segments.waits
 
@@ -173,7 +175,7 @@ def test_a_file_whose_header_fits_in_no_segment_is_refused_when_it_is_written(po
         assert refused.value.errno == errno.EFBIG
         store.plane.file_truncate(inode.inode, largest)
         assert await store.sealing.seal(inode.inode) is not None
-        with trio.fail_after(50), pytest.raises(FileTooLargeError, match=f"{area} pages does not fit"):
+        with trio.fail_after(50 * slowness()), pytest.raises(FileTooLargeError, match=f"{area} pages does not fit"):
             await store.segments.allocate(store.segments.head(Stream.NEW), area, 0)
         await verify_all(store)
 

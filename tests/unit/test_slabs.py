@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import trio
+from helpers import slowness
 from store_pools import crashed_store, make, make_pool, names, with_store, write
 
 from kvfs.errors import BusyError, InvalidArgumentError, NoSpaceError, PoolError, UsageError
@@ -38,7 +39,7 @@ def new_file(store: Store, name: bytes = b"slab") -> InodeNumber:
 
 
 async def freed(store: Store) -> None:
-    with trio.fail_after(50):
+    with trio.fail_after(50 * slowness()):
         while store.slabs.count:
             await trio.sleep(0.01)
 
@@ -184,7 +185,7 @@ def test_a_slab_keeps_its_segments_when_an_earlier_one_of_the_same_file_is_freed
         await store.slabs.make(number, 5 * MIB)
         before = slab_segments(store)
         await store.slabs.closed(number, False)
-        with trio.fail_after(50):
+        with trio.fail_after(50 * slowness()):
             while not late:  # as if somebody were still reading the slab, which is a file by now
                 await trio.sleep(0.01)
         await store.sealing.rewrite(number, False)
@@ -239,7 +240,7 @@ def test_a_slab_on_a_device_that_fails_has_failed_and_its_segments_come_back(tmp
             await store.remove_device(1, drain=True)
         store.service.fail(1, "as the test says")
         assert store.slabs.on_segments(range(len(store.segments.all))) == []
-        with trio.fail_after(30):
+        with trio.fail_after(30 * slowness()):
             while store.service.all[1].state.away:
                 await trio.sleep(0.05)
         with pytest.raises(PlaneError) as failure:
