@@ -113,6 +113,7 @@ def _prestage(args: argparse.Namespace) -> int:
 def add_evict(verbs: Verbs) -> None:
     sub = verbs.add("evict", _evict, "free space now")
     sub.add_argument("target", metavar="POOL|MOUNTPOINT", help="the pool's directory, or where it is mounted")
+    sub.add_argument("--dry-run", action="store_true", help="say what may go and what stays, and evict nothing")
     amount = sub.add_mutually_exclusive_group(required=True)
     amount.add_argument(
         "--size", type=arguments.size, metavar="SIZE", help="free at least this much; this or --all is required"
@@ -133,11 +134,15 @@ def _evict(args: argparse.Namespace) -> int:
         printer("evicting, bytes", int(cast(int, document.get("freed", 0))), int(cast(int, document.get("wanted", 0))))
 
     with ControlClient(pool_of(args.target)) as client:
-        result = client.call("evict", progress, size=args.size, all=args.all)
+        result = client.call("evict", progress, size=args.size, all=args.all, dry_run=args.dry_run)
     printer.close()
     document = cast(Mapping[str, object], result)
     failure, evicted = None, cast(int, document.get("evicted_bytes", 0))
-    if args.size is not None and evicted < args.size:
+    if args.dry_run:
+        may_go = cast(int, document.get("evictable_bytes", 0))
+        if args.size is not None and may_go < args.size:
+            failure = ToldError(f"{args.target}: {size_text(may_go)} of {told_size(args.size)} may go")
+    elif args.size is not None and evicted < args.size:
         failure = ToldError(f"{args.target}: {size_text(evicted)} of {told_size(args.size)} could be evicted")
     emit(args, document, render_evicted(document), failure)
     return 0

@@ -51,6 +51,7 @@ def add_format(verbs: Verbs) -> None:
         "--segment-size", type=arguments.size, metavar="SIZE", help="unit of eviction (default: by the pool's size)"
     )
     sub.add_argument("--force", action="store_true", help="overwrite labels and filesystems on the devices")
+    sub.add_argument("--dry-run", action="store_true", help="check all, and write nothing")
 
 
 def _format(args: argparse.Namespace) -> int:
@@ -76,6 +77,7 @@ def _format(args: argparse.Namespace) -> int:
             stripe_unit=args.stripe_unit,
             segment_size=args.segment_size,
             force=args.force,
+            dry_run=args.dry_run,
         )
     )
     config = result.config
@@ -91,6 +93,7 @@ def _format(args: argparse.Namespace) -> int:
         "stripe_unit": geometry.stripe_unit,
         "devices": [{"index": d.index, "path": d.path, "size": d.size} for d in config.devices],
         "notes": list(result.notes),
+        **({"dry_run": True} if args.dry_run else {}),
     }
     lines = [
         f"pool {args.pool}: {counted(len(config.devices), 'device')}, {size_text(size)} in all, "
@@ -98,6 +101,8 @@ def _format(args: argparse.Namespace) -> int:
         f"stripe width {geometry.stripe_width}, unit {format_size(geometry.stripe_unit)}",
         *note_lines(result.notes),
     ]
+    if args.dry_run:
+        lines.append("nothing was written")
     emit(args, document, "\n".join(printable(line) for line in lines))
     return 0
 
@@ -152,6 +157,7 @@ def add_device(verbs: Verbs) -> None:
     )
     sub.add_argument("--drain", action="store_true", help="remove: carry over what is pinned, open or hot before")
     sub.add_argument("--force", action="store_true", help="add, replace: overwrite what the new device holds")
+    sub.add_argument("--dry-run", action="store_true", help="remove: say what would go with it, and leave it")
 
 
 def _device(args: argparse.Namespace) -> int:
@@ -159,8 +165,9 @@ def _device(args: argparse.Namespace) -> int:
     wanted = {"list": count == 0, "add": count > 0, "remove": count == 1, "replace": count == 2}
     if not wanted[args.action]:
         raise UsageError(f"device {args.action}: {counted(count, 'device')} given (try kvfs device --help)")
-    if (args.drain and args.action != "remove") or (args.force and args.action not in ("add", "replace")):
-        raise UsageError(f"device {args.action}: {'--drain' if args.drain else '--force'} has no meaning there")
+    for option, actions in (("drain", ("remove",)), ("dry_run", ("remove",)), ("force", ("add", "replace"))):
+        if getattr(args, option) and args.action not in actions:
+            raise UsageError(f"device {args.action}: --{option.replace('_', '-')} has no meaning there")
     if args.action == "list":
         return _device_list(args, pool)
     if args.action == "add":
@@ -182,7 +189,7 @@ def _device_change(args: argparse.Namespace, pool: Path) -> int:
     """Remove or replace a device: by the pool's daemon, or here if there is none."""
     from kvfs.frontend.asking import ControlClient, NotRunningError
 
-    asked: dict[str, object] = {"device": args.devices[0], "drain": args.drain}
+    asked: dict[str, object] = {"device": args.devices[0], "drain": args.drain, "dry_run": args.dry_run}
     if args.action == "replace":
         refuse_inside(pool, args.devices[1:])
         asked = {"device": args.devices[0], "path": _absolute(args.devices[1]), "force": args.force}
@@ -199,9 +206,14 @@ def _device_change(args: argparse.Namespace, pool: Path) -> int:
         result = change_device(pool, args.action, asked)
     printer.close()
     document = cast(Mapping[str, object], result)
-    by = f" by {document['path']}" if "path" in document else ""
-    lost = counted(cast(int, document["lost_blocks"]), "block")
-    done = f"device {document['device']}: {args.action}d{by}, {lost} went with it"
+    if args.dry_run:
+        carried = "; those that are pinned, open or were read are carried over" if args.drain else ""
+        there = counted(cast(int, document["blocks"]), "block")
+        done = f"device {document['device']}: can be removed, with {there}{carried}"
+    else:
+        by = f" by {document['path']}" if "path" in document else ""
+        lost = counted(cast(int, document["lost_blocks"]), "block")
+        done = f"device {document['device']}: {args.action}d{by}, {lost} went with it"
     emit(args, document, printable(done))
     return 0
 
@@ -265,15 +277,21 @@ def add_fsck(verbs: Verbs) -> None:
     sub = verbs.add("fsck", _fsck, "check an unmounted pool; reports, and acts only with --repair")
     sub.add_argument("pool", metavar="POOL", help="the pool's directory")
     sub.add_argument("--repair", action="store_true", help="repair what can be, drop what cannot")
+    sub.add_argument(
+        "--dry-run", action="store_true", help="with --repair: say what it would act on, and change nothing"
+    )
     sub.add_argument("--verify-data", action="store_true", help="read every block and check it")
 
 
 def _fsck(args: argparse.Namespace) -> int:
     from kvfs.store.fsck import fsck
 
+    if args.dry_run and not args.repair:
+        raise UsageError("--dry-run: only with --repair; without it fsck changes nothing")
+    acts = args.repair and not args.dry_run
     progress = ProgressPrinter()
     try:
-        report = fsck(Path(args.pool), repair=args.repair, verify_data=args.verify_data, progress=progress)
+        report = fsck(Path(args.pool), repair=acts, verify_data=args.verify_data, progress=progress)
     finally:
         progress.close()
     document = {"pool": os.path.abspath(args.pool), "healthy": report.healthy, **asdict(report)}
@@ -285,7 +303,8 @@ def _fsck_text(args: argparse.Namespace, report: FsckReport) -> str:
 
     lines = []
     for finding in report.findings:
-        mark = "repaired" if finding.repaired else "note" if finding.harmless else "DAMAGED"
+        damaged = "would act on" if args.dry_run else "DAMAGED"
+        mark = "repaired" if finding.repaired else "note" if finding.harmless else damaged
         lines.append(printable(f"{mark}: {finding.what}: {finding.message}"))
     if report.findings_left_out:
         lines.append(f"left out: {counted(report.findings_left_out, 'finding')} more")
@@ -298,6 +317,6 @@ def _fsck_text(args: argparse.Namespace, report: FsckReport) -> str:
         lines.append("nothing is damaged")
     else:
         left = report.damaged - report.repaired
-        acts = "" if not left or args.repair else "; --repair acts"
+        acts = "" if not left or (args.repair and not args.dry_run) else "; --repair acts"
         lines.append(f"{counted(report.damaged, 'thing damaged')}, {report.repaired} repaired{acts}")
     return "\n".join(lines)

@@ -408,6 +408,11 @@ class Daemon:
             size = None
         elif not isinstance(size, int) or isinstance(size, bool) or size < 0:
             raise UsageError(f"evict: size {size!r} is no number of bytes")
+        if arguments.get("dry_run"):
+            stays = cast(dict[str, Kept], await self._with_progress(self._store.evictor.kept, progress))
+            goes = stays.pop("others", Kept())
+            return {"dry_run": True, "evictable_blocks": goes.blocks, "evictable_bytes": goes.bytes,
+                    "kept": self._kept(stays)}  # fmt: skip
         done = wanted = 0
 
         def note(freed: int, total: int) -> None:
@@ -426,12 +431,16 @@ class Daemon:
         names = ("evicted_segments", "evicted_blocks", "evicted_bytes")
         result: dict[str, object] = {name: after.get(name, 0) - before.get(name, 0) for name in names}
         if size is None or done < wanted:
-            result["kept"] = {
-                why: {
-                    "blocks": some.blocks,
-                    "bytes": some.bytes,
-                    "names": [os.fsdecode(self._namespace.path(number)) for number in some.inodes],
-                }
-                for why, some in cast(dict[str, Kept], kept).items()
-            }
+            result["kept"] = self._kept(cast(dict[str, Kept], kept))
         return result
+
+    def _kept(self, kept: Mapping[str, Kept]) -> dict[str, object]:
+        """Blocks that stay, by the reason, as part of an answer."""
+        return {
+            why: {
+                "blocks": some.blocks,
+                "bytes": some.bytes,
+                "names": [os.fsdecode(self._namespace.path(number)) for number in some.inodes],
+            }
+            for why, some in kept.items()
+        }

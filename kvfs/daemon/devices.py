@@ -28,6 +28,8 @@ def change_device(pool: Path, action: str, arguments: Mapping[str, object]) -> M
 async def device_command(store: Store, action: str, arguments: Mapping[str, object]) -> Mapping[str, object]:
     """`kvfs device remove` and `replace`."""
     device = store.service.find(str(arguments.get("device")))
+    if action == "remove" and arguments.get("dry_run"):
+        return {"device": device, "blocks": await store.service.would_lose(device), "dry_run": True}
     if action == "remove":
         return {"device": device, "lost_blocks": await store.remove_device(device, drain=bool(arguments.get("drain")))}
     path = arguments.get("path")

@@ -52,6 +52,8 @@ class FormatRequest:
     force: bool = False
     # Of a pool that is a pod. A lot of 0 segments is chosen by the pool's size.
     pod: PodConfig | None = None
+    # Check everything, and write nothing.
+    dry_run: bool = False
 
     @property
     def zones_offset(self) -> int:
@@ -83,9 +85,15 @@ def format_devices(request: FormatRequest) -> FormatResult:
         geometry, notes = choose_geometry(
             sizes, stripe_width=request.stripe_width, stripe_unit=request.stripe_unit, segment_size=request.segment_size
         )
+        paths = [pool / DEVICES_NAME / str(index) for index in range(request.files)]
+        if request.dry_run:
+            for old in filter(Path.exists, paths):
+                _check_old_file(old)
+            notes += _room(pool if pool.exists() else pool.parent, sum(sizes))
+            return FormatResult(_described(request, geometry, [(str(path), request.file_size) for path in paths]),
+                                tuple(notes))  # fmt: skip
         created = not pool.exists()
         pool.mkdir(mode=0o700, exist_ok=True)
-        paths = [pool / DEVICES_NAME / str(index) for index in range(request.files)]
         try:
             with pool_lock(pool, "being formatted"):
                 for old in filter(Path.exists, paths):
@@ -121,6 +129,8 @@ def format_devices(request: FormatRequest) -> FormatResult:
                 f"--stripe-width {geometry.stripe_width - 1} leaves some of it"
             )
         config = _new_config(request, geometry, opened)
+        if request.dry_run:
+            return FormatResult(config, tuple(notes))
         pool.mkdir(mode=0o700, exist_ok=True)
         with pool_lock(pool, "being formatted"):
             return _write_pool(request, config, notes, opened)
@@ -165,7 +175,10 @@ def _check_old_file(path: Path) -> None:
 
 def _new_config(request: FormatRequest, geometry: Geometry, opened: list[Device]) -> PoolConfig:
     """UsageError if a pod has no room for its nodes."""
-    devices = [(stored_path(device.path, request.pool), device.size) for device in opened]
+    return _described(request, geometry, [(stored_path(device.path, request.pool), device.size) for device in opened])
+
+
+def _described(request: FormatRequest, geometry: Geometry, devices: list[tuple[str, int]]) -> PoolConfig:
     config, pod = new_config(geometry, devices, request.zones_offset), request.pod
     if pod is None:
         return config

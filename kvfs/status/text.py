@@ -107,6 +107,9 @@ def render_evicted(result: Json) -> str:
         f"evicted {counted(number(result, 'evicted_blocks'), 'block')} of "
         f"{size_text(number(result, 'evicted_bytes'))}; {counted(number(result, 'evicted_segments'), 'segment')} freed"
     ]
+    if result.get("dry_run"):
+        blocks, size = number(result, "evictable_blocks"), size_text(number(result, "evictable_bytes"))
+        lines = [f"{blocks:.0f} blocks of {size} may go; nothing was evicted"]
     kept = section(result, "kept")
     for why, text in _KEPT.items():
         some = section(kept, why)

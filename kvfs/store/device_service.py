@@ -613,6 +613,16 @@ class DeviceService:
                 "them open"
             )
 
+    async def would_lose(self, device: int) -> int:
+        """The blocks that lie on the device, at least in part. UsageError if it cannot be removed."""
+        self.check_removable(device)
+        self._check_slabs(device)
+        found: set[int] = set()
+        for segment in self._of[device]:
+            found.update(self._index.segment_inodes(segment))
+            await trio.lowlevel.checkpoint()
+        return len(found)
+
     async def remove(self, device: int, drain: Callable[[Sequence[SegmentIndex]], Awaitable[int]] | None) -> int:
         """Remove the device for good. `drain` empties segments before, and returns how many blocks it lost by that.
         Returns how many went with the device, those included."""
