@@ -257,7 +257,7 @@ def test_manual_pages_of_every_verb_are_roff(tmp_path: Path, capsys: pytest.Capt
     pages = {page.stem: page for page in (tmp_path / "man1").iterdir()}
     assert set(pages) == {"kvfs", *(f"kvfs-{verb}" for verb in verbs())}
     text = rendered(pages["kvfs-evict"])
-    assert "SYNOPSIS kvfs evict [-h] [-o {text,json}] (--size SIZE | --all) POOL|MOUNTPOINT" in text
+    assert "SYNOPSIS kvfs evict [-h] [-o {text,json}] [--dry-run] (--size SIZE | --all) POOL|MOUNTPOINT" in text
     assert "--size SIZE free at least this much" in text and "POOL|MOUNTPOINT the pool's directory" in text
     assert "evict free space now" in rendered(pages["kvfs"])
     assert cli.main(["man", "evict"]) == 0
