@@ -109,7 +109,7 @@ def render_evicted(result: Json) -> str:
     ]
     if result.get("dry_run"):
         blocks, size = number(result, "evictable_blocks"), size_text(number(result, "evictable_bytes"))
-        lines = [f"{blocks:.0f} blocks of {size} may go; nothing was evicted"]
+        lines = [f"{counted(blocks, 'block')} of {size} may go; nothing was evicted"]
     kept = section(result, "kept")
     for why, text in _KEPT.items():
         some = section(kept, why)

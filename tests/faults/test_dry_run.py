@@ -86,7 +86,10 @@ def test_device_remove_says_what_would_go_with_it(own_pool) -> None:
     told = asked(pool, "device", "remove", str(pool.path), "1", "--dry-run")
     assert told["blocks"] > 0 and "lost_blocks" not in told  # type: ignore[operator]
     text = pool.command("device", "remove", str(pool.path), "1", "--drain", "--dry-run").stdout
-    assert f"can be removed, with {told['blocks']} blocks; those that are pinned, open or were read are carried over" in text
+    assert (
+        f"can be removed, with {told['blocks']} blocks; those that are pinned, open or were read are carried over"
+        in text
+    )
     for i in range(BLOCKS):
         assert read_file(pool.mount / f"{i}") == content(SIZE, i)
     assert asked(pool, "device", "list", str(pool.path))["devices"][1]["state"] == "online"  # type: ignore[index]
