@@ -147,6 +147,7 @@ class LmdbIndex:
         self._pending = _Batch()
         self._committing: _Batch | None = None
         self._lock = trio.Lock()
+        self._writer = trio.CapacityLimiter(1)
         self._write_lock = threading.Lock()
         self.pending_batch, self.durable_batch = 1, 0
         self._commits = 0
@@ -550,8 +551,10 @@ class LmdbIndex:
                 return
             error: BaseException | None = None
             try:
-                # Not abandoned on cancellation: the batch would be in two hands.
-                await trio.to_thread.run_sync(self._write, batch)
+                # Carried through on cancellation: a caller that goes is no reason that a commit fails. And it need not
+                # wait for a thread.
+                with trio.CancelScope(shield=True):
+                    await trio.to_thread.run_sync(self._write, batch, limiter=self._writer)
             except BaseException as caught:
                 error = caught
                 raise

@@ -185,6 +185,21 @@ def test_a_failed_commit_is_reported_and_retried(index: LmdbIndex, monkeypatch: 
     assert index.list(InodeNumber(1), b"", 10) == [(b"a", 10), (b"b", 11)]
 
 
+def test_a_commit_whose_caller_is_cancelled_is_carried_through_and_no_failure(index: LmdbIndex) -> None:
+    async def main() -> None:
+        index.put(block(10, b"a"), None)
+        with trio.CancelScope() as scope:
+            await index.commit(before=scope.cancel)
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            await index.commit()
+        assert (index.statistics().commits, index.statistics().commit_failures) == (1, 0)
+
+    trio.run(main)
+    reopened(index)
+    assert index.list(InodeNumber(1), b"", 10) == [(b"a", 10)]
+
+
 def test_changes_made_while_a_commit_runs_are_not_lost(index: LmdbIndex) -> None:
     async def main() -> None:
         index.put(block(10, b"a"), None)
