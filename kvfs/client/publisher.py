@@ -30,15 +30,25 @@ except ImportError as error:
     raise MissingFeatureError(f"publishing events needs {error.name}: pip install 'kvfs[events]'") from error
 
 _BATCH_MAX = 512
-# Batches that the replay socket can send again, as vLLM's default.
+# Batches that the replay socket can send again, as vLLM's default; and bytes, of which a batch of 512 blocks has some
+# 100,000.
 REPLAY_BATCHES = 10_000
+REPLAY_BYTES = 256 << 20
 _HIGH_WATER = 100_000
+# Messages of a replay that a peer has not read, and the part of one that is sent between two looks at events.
+_REPLAY_HIGH_WATER = 8
+_REPLAY_PART = 64
+# Replays that are under way; beyond, the first gives way. So does one whose peer reads nothing for so long.
+_REPLAYS_MAX = 16
+_REPLAY_PATIENCE_S = 10.0
 # A router that is there answers within that; without one, publishing begins all the same.
 _ROUTER_WAIT_MS = 5000
 # The end of a replay: a sequence number of -1, without a batch.
 _REPLAY_END = (-1).to_bytes(8, "big", signed=True)
 _GROUP_SIZE = 4
 _POLL_S = 0.1
+# While a replay is under way.
+_REPLAYING_POLL_S = 0.005
 # An unmounted pool is looked for so often.
 _AWAY_S = 1.0
 
@@ -99,7 +109,10 @@ class Publisher:
     def __init__(self, endpoint: str, *, replay: str | None = None, topic: str = "", rank: int = 0) -> None:
         self._topic, self._rank = topic.encode(), rank
         self._sequence = 0
-        self._sent: deque[tuple[int, bytes]] = deque(maxlen=REPLAY_BATCHES)
+        self._sent: deque[tuple[int, bytes]] = deque()
+        self._sent_size = 0
+        # Peers that are being answered: the next batch for each, and when it got the last one.
+        self._replays: dict[bytes, tuple[int, float]] = {}
         self._context = zmq.Context()
         self._replay: zmq.Socket[bytes] | None = None
         try:
@@ -111,8 +124,10 @@ class Publisher:
                 self._socket.poll(_ROUTER_WAIT_MS)
             if replay is not None:
                 self._replay = self._context.socket(zmq.ROUTER)
-                # A router that asks and does not read loses the rest; it holds up nobody.
-                self._replay.set_hwm(2 * REPLAY_BATCHES + 2)
+                # A router that asks and does not read loses the rest; it holds up nobody. It is an error here, and not
+                # silence, that a peer's queue is full, or that the peer has gone.
+                self._replay.set_hwm(_REPLAY_HIGH_WATER)
+                self._replay.setsockopt(zmq.ROUTER_MANDATORY, 1)
                 self._open(self._replay.bind, replay)
         except BaseException:
             self.close()
@@ -144,21 +159,52 @@ class Publisher:
             self._socket.recv()
         payload = msgspec.msgpack.encode([time.time(), events, self._rank])
         self._socket.send_multipart((self._topic, self._sequence.to_bytes(8, "big"), payload))
-        self._sent.append((self._sequence, payload))
+        if self._replay is not None:
+            self._sent.append((self._sequence, payload))
+            self._sent_size += len(payload)
+            while len(self._sent) > REPLAY_BATCHES or self._sent_size > REPLAY_BYTES:
+                self._sent_size -= len(self._sent.popleft()[1])
         self._sequence += 1
 
     def serve_replay(self) -> None:
-        """Answer those who ask for batches again: from the sequence number on that they name."""
-        while self._replay is not None and self._replay.poll(0):
+        """Answer those who ask for batches again: from the sequence number on that they name. A part of what they want,
+        so that events are told meanwhile. The rest follows with the next calls, as fast as they read."""
+        for _ in range(_REPLAYS_MAX):
+            if self._replay is None or not self._replay.poll(0):
+                break
             parts = self._replay.recv_multipart()
             if len(parts) != 3 or len(parts[2]) != 8:
                 continue
-            who, first = parts[0], int.from_bytes(parts[2], "big")
-            with suppress(zmq.Again):
-                for sequence, payload in self._sent:
-                    if sequence >= first:
-                        self._answer(who, self._topic, sequence.to_bytes(8, "big"), payload)
+            self._replays.pop(parts[0], None)
+            self._replays[parts[0]] = int.from_bytes(parts[2], "big"), time.monotonic()
+            if len(self._replays) > _REPLAYS_MAX:
+                del self._replays[next(iter(self._replays))]
+        for who in list(self._replays):
+            self._replay_some(who)
+
+    def _replay_some(self, who: bytes) -> None:
+        first = self._sent[0][0] if self._sent else self._sequence
+        asked, since_s = self._replays[who]
+        at = max(asked, first)
+        end = min(at + _REPLAY_PART, self._sequence)
+        try:
+            for sequence in range(at, end):
+                self._answer(who, self._topic, sequence.to_bytes(8, "big"), self._sent[sequence - first][1])
+                self._replays[who] = sequence + 1, time.monotonic()
+            if end >= self._sequence:
                 self._answer(who, b"", _REPLAY_END, b"")
+                del self._replays[who]
+        except zmq.Again:
+            # It has not read.
+            if time.monotonic() - since_s > _REPLAY_PATIENCE_S:
+                del self._replays[who]
+        except zmq.ZMQError:
+            del self._replays[who]  # it has gone
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether somebody is to get more than was sent."""
+        return bool(self._replays)
 
     def _answer(self, who: bytes, *parts: bytes) -> None:
         assert self._replay is not None
@@ -196,7 +242,7 @@ def _publish_some(events: Events, publisher: Publisher, schema: Schema) -> bool:
     """Publish what is there, or comes soon. False: some of it is lost."""
     batch: list[Stored | Removed] = []
     whole = True
-    event = events.next_event(_POLL_S)
+    event = events.next_event(_REPLAYING_POLL_S if publisher.is_replaying else _POLL_S)
     while event is not None:
         if isinstance(event, (Gap, Reset)):
             whole = False

@@ -261,3 +261,42 @@ def test_vllm_s_own_classes_read_our_messages(directory, publishing, tcp):
     done = subprocess.run([found[-1], "-c", _READ_BY_VLLM], input=lines, capture_output=True, text=True, timeout=200,
                           env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}, cwd="/")  # fmt: skip
     assert done.stdout.splitlines()[-1:] == ["[0, 2, 4] {(2, 'STORAGE')}"], done.stderr[-3000:]
+
+
+def resident() -> int:
+    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def test_a_peer_that_asks_for_a_replay_and_reads_nothing_costs_little(
+    tmp_path: pathlib.Path,
+) -> None:
+    from kvfs.client.publisher import Publisher
+
+    context = zmq.Context()
+    try:
+        with Publisher(f"ipc://{tmp_path}/events", replay=f"ipc://{tmp_path}/replay") as publisher:
+            for number in range(200):
+                publisher.send([{"number": number, "bytes": bytes(1 << 20)}])
+            peers = []
+            for _ in range(2):
+                peer = context.socket(zmq.DEALER)
+                peer.set_hwm(1)
+                peer.connect(f"ipc://{tmp_path}/replay")
+                peers.append(peer)
+            silent, reader = peers
+            before = resident()
+            silent.send_multipart([b"", (0).to_bytes(8, "big")])
+            wait_until(lambda: publisher.serve_replay() or publisher.is_replaying, "the question")
+            publisher.serve_replay()
+            assert resident() - before < 60 << 20, "of 200 MiB"
+            # Beside it another has all that it asks for.
+            reader.send_multipart([b"", (50).to_bytes(8, "big")])
+            numbers: list[int] = []
+            while not numbers or numbers[-1] != -1:
+                publisher.serve_replay()
+                while reader.poll(5):
+                    numbers.append(int.from_bytes(reader.recv_multipart()[2], "big", signed=True))
+                    publisher.serve_replay()
+            assert numbers == [*range(50, 200), -1]
+    finally:
+        context.destroy(linger=0)
