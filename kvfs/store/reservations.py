@@ -19,6 +19,7 @@ for places that no open segment has, for others' pages, for expiry, and until a 
 from __future__ import annotations
 
 import logging
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ from kvfs.pool.format import Stream
 from kvfs.record import Inode
 from kvfs.store.blocks import Blocks
 from kvfs.store.segment import Head
-from kvfs.store.segments import SPACE_TIMEOUT_S
+from kvfs.store.segments import LATE_WRITES_S, SPACE_TIMEOUT_S
 from kvfs.store.shares import RESERVED, ROOT
 from kvfs.types import PAGE_SIZE, InodeNumber, SegmentIndex
 
@@ -84,6 +85,9 @@ class Reservations:
         self._segments, self._index, self._blocks, self._shares = blocks.segments, blocks.index, blocks, blocks.shares
         self._frames, self.names = blocks.plane.frames, blocks.names
         self.pages = 0
+        # Pages that clients have left: until when, whose, how many. They count as reserved, for their segments rest.
+        self._resting: deque[tuple[float, int, int]] = deque()
+        self._resting_of: Counter[int] = Counter()
         # Those that are gone as long as something of theirs is not buried.
         self._holders: set[Holder] = set()
         self._work = trio.Event()
@@ -112,13 +116,44 @@ class Reservations:
         if change:
             holder.charged += change
             self.pages += change
-            self._blocks.space.reserved_pages = self.pages
-            self._shares.add(RESERVED, holder.user, change * PAGE_SIZE)
+            if change < 0 and holder.left:
+                self._resting.append((trio.current_time() + LATE_WRITES_S, holder.user, -change))
+                self._resting_of[holder.user] -= change
+            else:
+                self._shares.add(RESERVED, holder.user, change * PAGE_SIZE)
+            self._blocks.space.reserved_pages = self.pages + self._resting_of.total()
         if change < 0:
             self._wake()
         if holder.left and not holder.told.count and holder in self._holders:
             self._holders.discard(holder)
             self._frames.free(holder.told)
+
+    def _end_rests(self) -> None:
+        """Late writes of clients that are gone cannot land any more where these were."""
+        ended = False
+        while self._resting and self._resting[0][0] <= trio.current_time():
+            _, user, pages = self._resting.popleft()
+            self._resting_of[user] -= pages
+            if not self._resting_of[user]:
+                del self._resting_of[user]
+            self._shares.add(RESERVED, user, -pages * PAGE_SIZE)
+            ended = True
+        if ended:
+            self._blocks.space.reserved_pages = self.pages + self._resting_of.total()
+            self._wake()
+
+    def _resting_pages(self, share: int) -> int:
+        """So many count for others: half the share is theirs even if one user has left all of it."""
+        resting = self._resting_of.total()
+        return resting if resting > share else min(resting, share // 2)
+
+    def _room(self, user: int, share: int) -> int:
+        """Pages that a user may reserve. Once it has left some, it has half the share, exempt or not: who reserves and
+        leaves, again and again, would keep others from all segments."""
+        room = self._shares.room(user) // PAGE_SIZE
+        if user in self._resting_of:
+            room = min(room, max(0, share // 2 - self._shares.held_as(RESERVED, user) // PAGE_SIZE))
+        return room
 
     @staticmethod
     def _check(holder: Holder) -> None:
@@ -171,7 +206,8 @@ class Reservations:
             self._check(holder)
             segment = None if head.lock.locked() else head.segment
             told.segment, told.generation = (NOWHERE, 0) if segment is None else (segment.index, segment.generation)
-            told.room_pages = self._shares.room(holder.user) // PAGE_SIZE
+            told.room_pages = self._room(holder.user, told.share_pages)
+            told.resting_pages = self._resting_pages(told.share_pages)
             told.moves = self._blocks.directory_moves
             found = frame.go()
             self._look(holder)
@@ -300,13 +336,15 @@ class Reservations:
         while True:
             self._work = trio.Event()
             self._expire()
+            self._end_rests()
             with trio.CancelScope(shield=True):
                 buried = await self._bury()
             if buried:
                 continue
             until = self._frames.next_expiry()
             self._idle = until is None
-            with trio.move_on_at(float("inf") if until is None else until / 1e9):
+            rests = self._resting[0][0] if self._resting else float("inf")
+            with trio.move_on_at(min(rests, float("inf") if until is None else until / 1e9)):
                 await self._work.wait()
             self._idle = False
 

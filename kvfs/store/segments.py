@@ -56,7 +56,7 @@ _READY_SHARE = 33
 # So many freed at once are those of a device.
 _ROTATE = 16
 # After this time, I/O that a dead client's process had under way has landed or failed.
-_LATE_WRITES_S = 10.0
+LATE_WRITES_S = 10.0
 # After a start: a client of the daemon before goes on writing what it reserved, for half its time at most.
 _LENT_REST_S = 20.0
 
@@ -271,7 +271,7 @@ class Segments:
                 self._late.setdefault(segment.index, 0.0)
             if notes & Note.RESTS:
                 segment.late = True
-                self._late[segment.index] = trio.current_time() + _LATE_WRITES_S
+                self._late[segment.index] = trio.current_time() + LATE_WRITES_S
             if notes & Note.LED:
                 led = True
                 self._ready.remove(segment)

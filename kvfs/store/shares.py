@@ -70,6 +70,9 @@ class Shares:
     def held(self, user: int) -> int:
         return sum(held[user] for held in self._held.values())
 
+    def held_as(self, kind: str, user: int) -> int:
+        return self._held[kind][user]
+
     def add(self, kind: str, user: int, size: int) -> None:
         """The user holds so much more, or less."""
         held = self._held[kind]

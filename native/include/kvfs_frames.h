@@ -58,13 +58,14 @@ enum kvfs_frame_next {
 struct kvfs_reserve {
     /* The caller's, before each call. */
     uint64_t generation;
-    uint64_t share_pages; /* of all reservations */
-    uint64_t room_pages;  /* of the client's user, who may still hold so many */
-    uint64_t moves;       /* of directories so far */
-    uint32_t segment;     /* it is appended to; UINT32_MAX: none is */
-    uint32_t open_max;    /* reservations; of one holder half of that */
-    uint32_t loaded;      /* all directories from `parent` up that there are were loaded */
-    int32_t refusal;      /* for kvfs_reserve_finish(): -errno of items without an answer; 0: -ENOSPC */
+    uint64_t share_pages;   /* of all reservations */
+    uint64_t resting_pages; /* and so many count that have none any more: clients that are gone may still write there */
+    uint64_t room_pages;    /* of the client's user, who may still hold so many */
+    uint64_t moves;         /* of directories so far */
+    uint32_t segment;       /* it is appended to; UINT32_MAX: none is */
+    uint32_t open_max;      /* reservations; of one holder half of that */
+    uint32_t loaded;        /* all directories from `parent` up that there are were loaded */
+    int32_t refusal;        /* for kvfs_reserve_finish(): -errno of items without an answer; 0: -ENOSPC */
     /* Told. */
     uint32_t header_pages, data_pages;
     uint64_t parent;

@@ -308,3 +308,19 @@ def test_totals_that_cannot_be_are_cut(pool: Pool) -> None:
         client.ask(RELEASE, struct.pack("<Q", 7))
         found = {name: value for name, value in counters(pool).items() if name.startswith("native_")}
     assert all(0 <= value < 1 << 50 for value in found.values()) and found["native_gets"], found
+
+
+# ---- room ----
+
+
+def test_room_that_clients_reserve_and_leave_counts_until_it_may_be_used_again(pool: Pool) -> None:
+    """Late writes may land for 10 s where a client that is gone had places. A client that reserves and leaves,
+    again and again, would keep others' stores from all segments."""
+    base, got, begun = base_of(pool), [], time.monotonic()
+    names = [(b"%04x" % i, BLOCK) for i in range(120)]
+    for _ in range(6):
+        with WireClient(pool.path).welcome() as client:
+            got.append(sum(place.error == 0 for place in client.reserve(base, b"left", names)))
+    # A quarter of the pool's GiB, and again after each 10 s.
+    most = 256 * (1 + (time.monotonic() - begun) // 10)
+    assert got[0] > 50 and sum(got) <= most, (got, most)

@@ -433,7 +433,7 @@ def test_a_write_that_failed_is_taken_back(pool: Path) -> None:
 def test_writes_that_time_out_do_not_use_up_the_pool_while_their_client_lives(
     pool: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(segments_module, "_LATE_WRITES_S", 0.2)
+    monkeypatch.setattr(segments_module, "LATE_WRITES_S", 0.2)
 
     async def work(store: Store) -> None:
         writer = Writer(store)
@@ -463,7 +463,7 @@ def test_writes_that_time_out_do_not_use_up_the_pool_while_their_client_lives(
 
 
 def test_a_segment_rests_before_it_is_opened_again(pool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments_module, "_LATE_WRITES_S", 100.0)
+    monkeypatch.setattr(segments_module, "LATE_WRITES_S", 100.0)
     monkeypatch.setattr(segments_module, "_LENT_REST_S", 200.0)
     segments: list[int] = []
 

@@ -254,7 +254,7 @@ static void pending_drop(struct kvfs_plane *plane, struct reserve *frame) {
 static int pages_ask(struct kvfs_plane *plane, const struct reserve *frame, uint64_t pages) {
     const struct kvfs_reserve *told = &frame->told;
     const struct kvfs_holder *holder = &frame->holder->told;
-    if (plane->reservations.pages + pages > told->share_pages || plane->reservations.open_count >= told->open_max)
+    if (plane->reservations.pages + told->resting_pages + pages > told->share_pages || plane->reservations.open_count >= told->open_max)
         /* Others' go in time; one's own only with a commit that comes after this answer. */
         return holder->open_pages + pages > told->share_pages || holder->open >= told->open_max / 2 ? -ENOSPC : KVFS_FRAME_ROOM;
     return pages > told->room_pages ? -ENOSPC : 0;
