@@ -130,7 +130,7 @@ static void test_eviction_takes_all_but_what_is_open(void) {
         release(inodes[i], fh[i]);
     }
     reader = open_read(inodes[1], &error);
-    CHECK(error == 0);
+    CHECK(error == 0 && read_check(inodes[1], reader, 0, 70000, data, 70000) == 0);
     uint32_t pages = record_of(inodes[0]).header_pages + 18;
     struct kvfs_look look = look_at(inodes[0], SEGMENT);
     CHECK(look.pages == pages && look.pages_all == pages && look.open == KVFS_NOT_OPEN && !look.absent && look_at(inodes[0], 1).pages == 0);

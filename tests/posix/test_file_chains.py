@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import subprocess
 import sys
 
 import pytest
-from helpers import in_child, raises_errno, requires_root, write_file
+from helpers import in_child, opened, raises_errno, requires_root, write_file
 
 PARENT, KEEP = "user.kvfs.parent", "user.kvfs.keep"
 BLOCK = 128 << 10
@@ -122,7 +123,7 @@ def test_a_parent_can_be_said(mounted):
     os.setxattr(directory / "two", PARENT, b"/e/three")
     assert parent_of(directory / "two") == "/e/three"
     assert PARENT not in os.listxattr(directory / "two")
-    for value, error in ((b"nothing", errno.ENOENT), (b"/e/three/four", errno.ENOTDIR), (b"", errno.ENOENT)):
+    for value, error in ((b"nothing", errno.ENOENT), (b"/e/three/four", errno.ENOTDIR), (b"", errno.EINVAL)):
         with pytest.raises(OSError) as caught:
             os.setxattr(directory / "two", PARENT, value)
         assert caught.value.errno == error
@@ -221,7 +222,9 @@ def test_a_walk_uses_nothing(mounted, command):
     before = uses(mounted)
     subprocess.run(["sh", "-c", command.format(directory) + " >/dev/null; true"], check=True, timeout=60)
     assert uses(mounted) == before
-    subprocess.run(["cat", directory / "a-003"], check=True, timeout=60, stdout=subprocess.DEVNULL)
+    # Past the kernel's cache, where the walk may have left the pages: those are read unseen.
+    with opened(directory / "a-003", os.O_RDONLY | os.O_DIRECT) as descriptor:
+        os.preadv(descriptor, [mmap.mmap(-1, 4096)], 0)
     assert uses(mounted) == before + 1
 
 
