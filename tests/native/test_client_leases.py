@@ -87,8 +87,8 @@ def evict_all(pool):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("by_file", [False, True], ids=["puts", "files"])
-@pytest.mark.parametrize("segments", [FEW, MANY], ids=["few", "many"])
+@pytest.mark.parametrize("by_file", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["puts", "files"])
+@pytest.mark.parametrize("segments", [FEW, pytest.param(MANY, marks=pytest.mark.slow)], ids=["few", "many"])
 def test_a_leased_block_survives_three_times_the_pool_written_over_it(own_pool, segments, by_file):
     pool = own_pool(**segments)
     with kvfs.connect(pool.mount, "llama", gpu=None) as client:

@@ -64,7 +64,7 @@ def test_gds_with_a_double_of_cufile(step, play, own_pool):
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("why", ["indirect", "unknown", "unregistered"])
+@pytest.mark.parametrize("why", ["indirect", helpers.slow("unknown"), helpers.slow("unregistered")])
 def test_a_condition_that_fails_is_named_and_auto_does_without(why, play, own_pool):
     play("refused", own_pool(files=2, size="256M"), FAKE_CUFILE=why)
 

@@ -224,6 +224,7 @@ def test_many_small_blocks(here: pathlib.Path, there: pathlib.Path) -> None:
         found(there / f"b{i}", block(i, 4096))
 
 
+@pytest.mark.slow
 def test_eight_nodes_on_devices_of_the_kernel(tmp_path: pathlib.Path) -> None:
     """Blocks of every node are read on every other one, on block devices that the kernel has."""
     requires_root()

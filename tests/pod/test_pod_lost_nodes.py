@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from helpers import CommandError, often, requires_fuse, requires_root, run, wait_until
+from helpers import CommandError, often, requires_fuse, requires_root, run, slow, wait_until
 from podmounts import Node, Pod, block, found, missing, settle, timed
 
 import kvfs
@@ -128,7 +128,7 @@ def test_a_node_that_starts_while_the_owner_is_dead_reads_its_flash(pod: Pod, he
     settle(pod.nodes)
 
 
-@pytest.mark.parametrize("restarted", [False, True], ids=["", "remover-restarted"])
+@pytest.mark.parametrize("restarted", [False, slow(True)], ids=["", "remover-restarted"])
 def test_a_dead_nodes_block_that_is_removed_stays_removed(pod: Pod, here: str, restarted: bool) -> None:
     a, b, c = pod.nodes
     names = [f"{here}/{i}" for i in range(10)]

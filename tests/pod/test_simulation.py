@@ -13,8 +13,8 @@ from helpers import often
 from mutations import MUTATIONS, SHORT, mutated
 from simulation import Wrong, run_seed, run_seeds
 
-PARTS = 8
-SEEDS = often(2000, 10_000)
+PARTS = often(4, 8)
+SEEDS = often(1000, 10_000)
 SHORT_SEEDS = often(200, 2000)
 
 

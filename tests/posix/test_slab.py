@@ -31,6 +31,7 @@ from helpers import (
     repeated,
     requires_program,
     run,
+    slow,
     wait_until,
     write_file,
 )
@@ -381,7 +382,7 @@ def test_beyond_the_quota_a_file_is_as_any_other_and_room_comes_back(own_pool):
 
 @pytest.mark.parametrize(
     "grow",
-    [lambda descriptor, size: os.posix_fallocate(descriptor, 0, size), os.ftruncate],
+    [slow(lambda descriptor, size: os.posix_fallocate(descriptor, 0, size)), os.ftruncate],
     ids=["fallocate", "ftruncate"],
 )
 def test_a_slab_that_outgrows_the_quota_becomes_a_file_with_all_its_bytes(own_pool, grow):

@@ -221,7 +221,7 @@ def silent(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         yield filesystem
 
 
-@pytest.mark.parametrize("end", ["umount", "kill"])
+@pytest.mark.parametrize("end", [helpers.slow("umount"), "kill"])
 def test_a_file_whose_filesystem_does_not_answer_stops_nobody(served, silent, tmp_path, end):
     """Not as memory, not as an eventfd, and not when it is closed: that is a request to its filesystem as well."""
     pool, path, other = served

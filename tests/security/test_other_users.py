@@ -97,6 +97,7 @@ def test_a_log_that_was_rotated_is_made_anew_and_never_through_a_link(tmp_path: 
 
     def rotate() -> None:
         sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115  pytest's own leads elsewhere
+        logging.getLogger().setLevel(logging.INFO)
         log_to_file(path)
         log = logging.getLogger("kvfs.test")
         log.info("one")

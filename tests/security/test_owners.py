@@ -247,7 +247,7 @@ def test_a_daemon_that_was_stopped_while_another_took_over_ends_when_it_goes_on(
     helpers.detach(pool.mount)
 
 
-@pytest.mark.parametrize("verb", ["replace", "replace itself", "remove"])
+@pytest.mark.parametrize("verb", [helpers.slow("replace"), helpers.slow("replace itself"), "remove"])
 def test_a_foreign_label_on_one_device_of_four_degrades_the_pool_and_its_advice_works(
     own_pool: Callable[..., Pool], tmp_path: pathlib.Path, verb: str
 ) -> None:
