@@ -62,6 +62,16 @@ def size_text(size: float) -> str:
     return f"{size:.2f}P"
 
 
+def duration_text(seconds: float) -> str:
+    """A time to come, of two units at most: 45 s, 3 min 20 s, 2 h 5 min."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
 def told_size(size: int) -> str:
     """A size for a message: exact, and short where that needs no rounding: 36M, else 36.0M (37748737 bytes)."""
     exact = format_size(size)

@@ -54,8 +54,8 @@ from kvfs.bench.pairs import Pair, case_document, is_wide, making_orders, render
 from kvfs.bench.rig import Kvfs, Side, block_names, disk_files, zram
 from kvfs.bench.run import Parser, chosen
 from kvfs.bench.session import Bench, machine
-from kvfs.bench.traces import invent
 from kvfs.errors import KvfsError, UsageError
+from kvfs.replay.invent import invent
 
 JSON_VERSION = 1
 MEMORY = Path("/dev/shm")

@@ -20,7 +20,7 @@ from random import Random
 from typing import NamedTuple
 
 from kvfs.bench.segments import Segments
-from kvfs.bench.traces import Trace
+from kvfs.replay.invent import Trace
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,11 +29,12 @@ import trio
 from kvfs.bench.clairvoyant import clairvoyant, next_uses
 from kvfs.bench.pod import SILENT, Feed, Pod, spread
 from kvfs.bench.segments import SEGMENTS_MIN
-from kvfs.bench.traces import SHAPES, Prompts, Trace, invent, load, mix
+from kvfs.bench.traces import load, mix
 from kvfs.errors import KvfsError, UsageError
 from kvfs.pool.geometry import LABEL_SIZE, STRIPE_UNIT_MIN, ZONES_OFFSET, Geometry
 from kvfs.pool.making import FormatRequest, format_devices
 from kvfs.record import Inode, Kind
+from kvfs.replay.invent import SHAPES, Prompts, Trace, invent
 from kvfs.store.opening import StoreOptions
 from kvfs.store.store import Store
 from kvfs.types import PAGE_SIZE, ROOT_INODE

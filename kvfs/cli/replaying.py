@@ -9,16 +9,31 @@ from typing import cast
 
 from kvfs.cli import arguments
 from kvfs.cli.arguments import Verbs
-from kvfs.cli.output import ProgressPrinter, ToldError, ToldInterrupt, emit
+from kvfs.cli.output import ProgressPrinter, ToldError, ToldInterrupt, as_json, emit, note
 from kvfs.errors import KvfsError, UsageError
 from kvfs.units import counted
 
+# Requests of an invented trace, unless --requests says how many.
+_INVENTED = 2000
+
 
 def add_replay(verbs: Verbs) -> None:
+    from kvfs.replay.invent import SHAPES
     from kvfs.replay.trace import BLOCK_TOKENS, MODELS
 
     sub = verbs.add("replay", _replay, "replay a trace of requests against a directory, as an inference engine would")
-    sub.add_argument("trace", metavar="TRACE", help="JSON lines: timestamp (ms), input_length, hash_ids")
+    sub.add_argument(
+        "trace",
+        metavar="TRACE",
+        nargs="?",
+        help="JSON lines: timestamp (ms), input_length, hash_ids; or --invent",
+    )
+    sub.add_argument(
+        "--invent",
+        choices=sorted(SHAPES),
+        help="in place of TRACE: requests that are invented, of such use",
+    )
+    sub.add_argument("--seed", type=arguments.count, default=1, metavar="N", help="of --invent (default 1)")
     sub.add_argument(
         "--target", metavar="DIR", required=True, help="required: where the blocks are; any directory will do"
     )
@@ -42,7 +57,9 @@ def add_replay(verbs: Verbs) -> None:
         help="blocks loaded at once, and as many stored (default 16); with --native those of each request",
     )  # fmt: skip
     sub.add_argument("--skip", type=arguments.whole, default=0, metavar="N", help="leave out the first N (default 0)")
-    sub.add_argument("--requests", type=arguments.count, metavar="N", help="replay so many (default: all)")
+    sub.add_argument(
+        "--requests", type=arguments.count, metavar="N", help="replay so many (default: all; of --invent 2000)"
+    )
     sub.add_argument(
         "--warmup",
         type=arguments.share,
@@ -75,15 +92,21 @@ def add_replay(verbs: Verbs) -> None:
 
 
 def _replay(args: argparse.Namespace) -> int:
-    from kvfs.replay.trace import BLOCK_TOKENS, MODELS, read_trace
+    from kvfs.replay.trace import BLOCK_TOKENS, MODELS, invented_trace, read_trace
 
-    trace = read_trace(Path(args.trace))
+    if (args.trace is None) == (args.invent is None):
+        raise UsageError("replay: give TRACE, or --invent SHAPE for an invented one")
+    if args.invent is not None:
+        name = f"{args.invent}, invented with seed {args.seed}"
+        trace = invented_trace(args.invent, args.seed, args.skip + (args.requests or _INVENTED))
+    else:
+        name, trace = args.trace, read_trace(Path(args.trace))
     requests = trace[args.skip :][: args.requests]
     if not requests:
-        raise UsageError(f"--skip: {args.trace} has {counted(len(trace), 'request')}, {args.skip} are to be left out")
-    for name, count, most in (("--threads", args.threads, 256), ("--io-threads", args.io_threads, 1024)):
+        raise UsageError(f"--skip: {name} has {counted(len(trace), 'request')}, {args.skip} are to be left out")
+    for option, count, most in (("--threads", args.threads, 256), ("--io-threads", args.io_threads, 1024)):
         if count > most:
-            raise UsageError(f"{name}: {count}; {most} at most")
+            raise UsageError(f"{option}: {count}; {most} at most")
     plot = None if args.plot is None else Path(args.plot)
     if plot is not None and plot.suffix != ".svg":
         raise UsageError(f"--plot: {plot}: an SVG is drawn, so FILE.svg is expected")
@@ -105,16 +128,24 @@ def _replay(args: argparse.Namespace) -> int:
         touch=args.touch,
         lru_bytes=args.lru,
     )
+    engine.check(settings)
+    if not as_json(args):
+        note(report.estimate(settings, requests))
     printer = ProgressPrinter()
-    outcome = engine.replay(settings, trace, requests, lambda done, total: printer("requests", done, total))
+
+    def progress(done: int, total: int) -> None:
+        rest_ms = requests[-1].due_ms - requests[min(done, total - 1)].due_ms
+        printer("requests", done, total, 0.0 if settings.speed is None else rest_ms / 1000 / settings.speed)
+
+    outcome = engine.replay(settings, trace, requests, progress)
     printer.close()
     document = report.document(
-        settings, args.trace, trace[: args.skip], requests, outcome,
+        settings, name, trace[: args.skip], requests, outcome,
         prefill_tokens_per_s=args.prefill_tokens_per_second, warmup=args.warmup,
     )  # fmt: skip
     if plot is not None:
         try:
-            plot.write_text(render_plot({args.target: document}, f"replay of {args.trace}"))
+            plot.write_text(render_plot({args.target: document}, f"replay of {name}"))
         except OSError as error:
             raise KvfsError(f"{plot}: {error.strerror}") from error
     wrong = sum(record.wrong for record in outcome.records if record is not None)

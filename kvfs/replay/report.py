@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import math
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 from kvfs.errors import KvfsError
 from kvfs.replay.engine import Outcome, Record, Settings
 from kvfs.replay.trace import BLOCK_TOKENS, Request, unlimited_hits
 from kvfs.status.numbers import table
-from kvfs.units import counted, size_text
+from kvfs.units import counted, duration_text, size_text
 
 Json = dict[str, object]
 SERIES_LENGTH = 60
@@ -99,6 +101,21 @@ def document(
     }
 
 
+def estimate(settings: Settings, requests: Sequence[Request]) -> str:
+    """A line before a replay begins: how long it takes where requests wait for their time, what it stores at most."""
+    blocks = {block for request in requests for block in request.blocks}
+    most = size_text(len(blocks) * settings.block_size)
+    asked = counted(sum(len(request.blocks) for request in requests), "block")
+    pace = "as fast as it goes"
+    if settings.speed is not None:
+        pace = f"{duration_text((requests[-1].due_ms - requests[0].due_ms) / 1000 / settings.speed)} at least"
+    kept = f"; the LRU keeps {size_text(settings.lru_bytes)}" if settings.lru_bytes else ""
+    return (
+        f"{counted(len(requests), 'request')} for {asked}, {len(blocks)} of them different, of "
+        f"{size_text(settings.block_size)}: {pace}, stores {most} at most{kept}"
+    )
+
+
 def _percentile(ordered: Sequence[float], percent: int) -> float:
     """The smallest value that percent of the values do not exceed."""
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
@@ -138,6 +155,34 @@ def _series(records: Sequence[Record], first_token: Callable[[Record], float]) -
     return series
 
 
+# The likely cause of an errno, in a line that says what failed.
+_CAUSES = {
+    "ENOSPC": "the target is full, and evicts nothing",
+    "EDQUOT": "a share or quota of this user is used up",
+    "EACCES": "this user may not write there",
+    "EROFS": "it is mounted read-only",
+    "EIO": "a device failed, or bytes were not what their checksum says",
+    "ESTALE": "the file went while it was open",
+    "ENOTCONN": "its daemon is gone",
+    "ETIMEDOUT": "a device or the daemon gave no answer in time",
+    "ENODATA": "the file was shorter than a block",
+}
+
+
+def _failures(kind: str, errors: Mapping[str, int]) -> list[str]:
+    """One line for each errno, with the one reason that is likely."""
+    return [
+        f"{counted(count, f'{kind} failed')}: {_reason(name)}"
+        for name, count in sorted(errors.items(), key=lambda item: -item[1])
+    ]
+
+
+def _reason(name: str) -> str:
+    number = getattr(errno, name, None)
+    text = os.strerror(number) if isinstance(number, int) else "unknown"
+    return f"{text} ({name}){f': {_CAUSES[name]}' if name in _CAUSES else ''}"
+
+
 def render(result: Json) -> str:
     """The same for people."""
     blocks, latency, errors = (cast(Json, result[name]) for name in ("blocks", "latency_ms", "errors"))
@@ -160,8 +205,7 @@ def render(result: Json) -> str:
     if blocks["lost"]:
         lines.append(f"{counted(cast(int, blocks['lost']), 'block')} gone between look-up and load")
     for kind in ("load", "store"):
-        for name, count in cast("dict[str, int]", errors[kind]).items():
-            lines.append(f"{count} {kind}s failed: {name}")
+        lines += _failures(kind, cast("dict[str, int]", errors[kind]))
     if errors["wrong"]:
         lines.append(f"{errors['wrong']} BLOCKS WERE NOT WHAT WAS STORED")
     return "\n".join(lines)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvfs.errors import UsageError
+from kvfs.replay.invent import invent
 
 BLOCK_TOKENS = 512
 # Bytes of KV cache that a token takes, bf16, all layers, all ranks.
@@ -52,6 +53,13 @@ def read_trace(path: Path) -> list[Request]:
     if not requests:
         raise UsageError(f"{path}: no requests in it")
     return requests
+
+
+def invented_trace(shape: str, seed: int, count: int) -> list[Request]:
+    """So many requests of one of invent.SHAPES; the same for the same seed."""
+    trace = invent(shape, seed, count)
+    prompts = zip(trace.times_s, trace.prompts, strict=True)
+    return [Request(1000 * due_s, BLOCK_TOKENS * len(prompt), tuple(prompt)) for due_s, prompt in prompts]
 
 
 def _request(line: bytes) -> Request:

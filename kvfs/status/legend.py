@@ -45,7 +45,7 @@ LEGENDS: dict[str, tuple[tuple[str, str], ...]] = {
     "top": (
         ("ops/s", "requests of files by kind; read ahead and small calls of the kernel count too"),
         ("p50, p99", "half of them, and 99 of 100, took no longer, in the last interval"),
-        ("read/s, written/s", "bytes of a device, for libkvfs too"),
+        ("read/s, written/s", "bytes of a device, by the daemon; clients read and store by themselves"),
         ("hits", _HITS),
         ("hits by age", "blocks found, by the time since they were written"),
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections import OrderedDict
@@ -16,9 +17,10 @@ import pytest
 from helpers import run
 
 from kvfs import cli
+from kvfs.cli.output import ProgressPrinter
 from kvfs.errors import KvfsError, UsageError
 from kvfs.replay import engine, plot, report
-from kvfs.replay.trace import MODELS, Request, read_trace, unlimited_hits
+from kvfs.replay.trace import MODELS, Request, invented_trace, read_trace, unlimited_hits
 
 BLOCK = 8192
 GOOD = {"timestamp": 0, "input_length": 1000, "output_length": 5, "hash_ids": [1, 2]}
@@ -282,6 +284,61 @@ def test_a_plot_is_an_svg_with_a_line_for_each_replay(tmp_path: Path) -> None:
     ElementTree.fromstring(plot.render({"nothing": {**made, "series": []}}, "empty"))
 
 
+@pytest.mark.parametrize("end", [0.001, 0.37, 1, 9.99, 60, 61, 777, 86_400])
+def test_ticks_are_round_and_few_and_cover_what_they_should(end: float) -> None:
+    for inside in (False, True):
+        ticks = plot.round_ticks(end, inside=inside)
+        step = ticks[1] - ticks[0]
+        assert f"{step:.0e}"[0] in "125" and 3 <= len(ticks) <= 10 and ticks[0] == 0
+        assert end - step <= ticks[-1] <= end * 1.000001 if inside else end * 0.999999 <= ticks[-1] < end + step
+    logs = plot.log_ticks(end, 3 * end)
+    assert logs[0] <= end and logs[-1] >= 3 * end and len(logs) <= 6
+    assert all(f"{tick:.0e}"[0] in "125" for tick in logs)
+
+
+def test_no_label_of_a_plot_leaves_it_and_lines_are_told_apart_without_colour(tmp_path: Path) -> None:
+    requests = invented(30)
+    outcome = engine.replay(settings(tmp_path), requests, requests)
+    made = report.document(settings(tmp_path), "t", [], requests, outcome, prefill_tokens_per_s=1.0, warmup=0.0)
+    names = [f"/mnt/a/rather/long/path/of/a/directory/number/{index}/where/blocks/are" for index in range(8)]
+    root = ElementTree.fromstring(plot.render(dict.fromkeys(names, made), "a title " * 40))
+    width, height = float(root.get("width", 0)), float(root.get("height", 0))
+    for element in root.iter("{http://www.w3.org/2000/svg}text"):
+        size = 6.2 * len(element.text or "") * float(element.get("font-size", 11)) / 11
+        x, anchor = float(element.get("x", 0)), element.get("text-anchor", "start")
+        left = x - {"start": 0.0, "middle": size / 2, "end": size}[anchor]
+        assert left >= 0 and left + size <= width and float(element.get("y", 0)) < height, element.text
+    marks = [e.get("d") for e in root.iter("{http://www.w3.org/2000/svg}path") if e.get("transform")]
+    assert len(set(marks)) == len(names)
+
+
+def test_each_failure_has_one_reason() -> None:
+    assert report._failures("store", {"EIO": 1, "ENOSPC": 20}) == [
+        "20 stores failed: No space left on device (ENOSPC): the target is full, and evicts nothing",
+        "1 store failed: Input/output error (EIO): a device failed, or bytes were not what their checksum says",
+    ]
+    assert report._failures("load", {"999": 2}) == ["2 loads failed: unknown (999)"]
+
+
+def test_an_estimate_says_how_long_and_how_much_before_anything_is_stored(tmp_path: Path) -> None:
+    requests = [Request(0, 512, (1, 2)), Request(90_000, 512, (1, 3))]
+    said = report.estimate(settings(tmp_path, block_size=1 << 20, memory=1 << 30, speed=0.5), requests)
+    assert said == ("2 requests for 4 blocks, 3 of them different, of 1.00M: 3 min 0 s at least, stores 3.00M at most")
+    assert "as fast as it goes" in report.estimate(settings(tmp_path, speed=None), requests)
+
+
+def test_progress_says_how_long_it_will_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    now = [0.0]
+    printer = ProgressPrinter(lambda: now[0])
+    for now[0], done, least_s in ((0.0, 0, 0.0), (10.0, 10, 0.0), (20.0, 20, 7000.0), (21.0, 100, 0.0)):
+        printer("requests", done, 100, least_s)
+    assert capsys.readouterr().err.splitlines() == [
+        "kvfs: requests: 10 of 100 (10%), some 1 min 30 s left",
+        "kvfs: requests: 20 of 100 (20%), some 1 h 56 min left",
+        "kvfs: requests: 100 of 100 (100%)",
+    ]
+
+
 # ---- the command ----
 
 KEYS = {
@@ -304,6 +361,29 @@ def test_the_command_prints_json_and_draws(tmp_path: Path, capsys: pytest.Captur
     ElementTree.parse(drawn)
     assert cli.main(words[:-2]) == 0
     assert capsys.readouterr().out.startswith("20 requests in ")
+
+
+def test_an_invented_trace_is_replayed_without_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["replay", "--invent", "chats", "--requests", "30", "--target", str(tmp_path / "blocks"), "--buffered"]
+    words += ["--bytes-per-token", "8", "--full-speed"]
+    assert cli.main(words) == 0
+    told = capsys.readouterr()
+    assert told.out.startswith("30 requests in ") and told.err.startswith("kvfs: 30 requests for ")
+    assert invented_trace("rag", 3, 50) == invented_trace("rag", 3, 50) != invented_trace("rag", 4, 50)
+    for wrong in (["--invent", "nothing"], ["trace", "--invent", "rag"], []):
+        assert cli.main(["replay", *wrong, "--target", str(tmp_path / "none"), "--block-size", "4K"]) == 2
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_wheel_that_has_no_benchmarks_can_replay() -> None:
+    """`kvfs replay` imports nothing of kvfs.bench."""
+    code = (
+        "import sys; from kvfs.cli.command import parser; parser(); from kvfs.replay import engine, plot, report\n"
+        "from kvfs.replay.trace import invented_trace; invented_trace('mixed', 1, 9)\n"
+        "print([name for name in sys.modules if name.startswith('kvfs.bench')])"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ran.stdout == "[]\n", ran.stderr
 
 
 def test_what_is_reported_is_read_before_its_memory_is_freed(tmp_path: Path) -> None:

@@ -28,8 +28,9 @@ from kvfs.bench.simulate import (
     separate,
     unique_blocks,
 )
-from kvfs.bench.traces import SHAPES, Trace, invent, load, mix
+from kvfs.bench.traces import load, mix
 from kvfs.errors import UsageError
+from kvfs.replay.invent import SHAPES, Trace, invent
 from kvfs.store.eviction import CARRY_SHARE
 
 
