@@ -83,8 +83,8 @@ def error_part(message: str, error: object) -> dict[str, object]:
 class ProgressPrinter:
     """Says on stderr how far a long step is: nothing in the first two seconds, then at most a line a second."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+        self._clock = clock = clock or time.monotonic
         self._next = clock() + PROGRESS_AFTER_S
         self._open_line = False
         # The step that is told of, and when it began.

@@ -6,9 +6,15 @@ ends.
 
 from __future__ import annotations
 
+import os
+import select
+import sys
+import termios
 import time
+import tty
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 from kvfs.errors import MissingFeatureError, printable
 from kvfs.status.change import difference
@@ -28,7 +34,17 @@ from kvfs.units import size_text
 
 # The daemon walks its index for a survey.
 SURVEY_EVERY_S = 10.0
-_NAMESPACES_MAX = 12
+# The orders of devices and namespaces that `s` goes through.
+ORDERS = ("bytes", "errors, hits", "name")
+HELP = (
+    "h or ?       this page, and back",
+    "s            sort devices and namespaces: by bytes, by errors and hits, by name",
+    "p or space   pause, and go on",
+    "q or Ctrl-C  quit",
+    "",
+    "Rates are of the last interval; the first are since the mount.",
+    "kvfs top --help explains the columns.",
+)
 # Rows of found_ages, whose entry i counts blocks younger than 2**i s: names for runs of them.
 _AGES = (("< 1 min", 7), ("< 10 min", 10), ("< 1 h", 13), ("< 1 d", 17), ("older", 64))
 
@@ -43,22 +59,98 @@ def require() -> None:
         raise MissingFeatureError("the package rich is missing: pip install 'kvfs[top]'") from error
 
 
+@dataclass
+class Controls:
+    """The choice of the keys. order: of devices and namespaces, the biggest first."""
+
+    help: bool = False
+    paused: bool = False
+    order: int = 0
+    ended: bool = False
+
+    def press(self, key: str) -> bool:
+        """Take a key; returns whether it is one."""
+        if key in ("q", "Q"):
+            self.ended = True
+        elif key in ("h", "?"):
+            self.help = not self.help
+        elif key in ("p", " "):
+            self.paused = not self.paused
+        elif key == "s":
+            self.order = (self.order + 1) % len(ORDERS)
+        else:
+            return False
+        return True
+
+
+class Keys:
+    """Single keys of a terminal, which is put back as it was. Without one there are no keys."""
+
+    def __enter__(self) -> Self:
+        self._fd = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else -1
+        if self._fd >= 0:
+            self._before = termios.tcgetattr(self._fd)
+            tty.setcbreak(self._fd, termios.TCSADRAIN)  # Ctrl-C stays an interrupt
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._fd >= 0:
+            termios.tcsetattr(self._fd, termios.TCSADRAIN, self._before)
+
+    def wait(self, timeout_s: float) -> str:
+        """Keys that were typed within this time; empty for none. It returns at the first key."""
+        if self._fd < 0:
+            time.sleep(timeout_s)
+            return ""
+        if not select.select([self._fd], [], [], timeout_s)[0]:
+            return ""
+        typed = os.read(self._fd, 64)
+        if not typed:  # hung up: no key comes any more
+            self._fd = -1
+        return typed.decode(errors="replace")
+
+
 def run(status: Ask, survey: Ask, interval_s: float, count: int | None) -> None:
-    """Draw until interrupted, or `count` times. Raises the errors of `status`: the pool is gone."""
+    """Draw until `q` or an interrupt, or `count` times. Raises the errors of `status`: the pool is gone."""
     from rich.console import Console
     from rich.live import Live
 
-    with Live(console=Console(), screen=True, auto_refresh=False) as live:
-        for change, found in looks(status, survey, interval_s, count):
-            live.update(view(change, found), refresh=True)
+    console, controls = Console(), Controls()
+    with Live(console=console, screen=True, auto_refresh=False) as live, Keys() as keys:
+
+        def pause(seconds: float) -> bool:
+            """Wait for the next interval and answer keys meanwhile; returns whether it goes on."""
+            until = time.monotonic() + seconds
+            while not controls.ended:
+                left_s = until - time.monotonic()
+                if left_s <= 0 and not controls.paused:
+                    return True
+                typed = keys.wait(1.0 if controls.paused else left_s)
+                if any([controls.press(key) for key in typed]):
+                    draw()
+            return False
+
+        def draw() -> None:
+            live.update(view(change, found, controls, console.size.height), refresh=True)
+
+        # draw() has those of the last interval, also when a key asks for it.
+        for change, found in looks(status, survey, interval_s, count, pause):  # noqa: B007
+            draw()
 
 
-def looks(status: Ask, survey: Ask, interval_s: float, count: int | None) -> Iterator[tuple[Json, Json]]:
-    """A difference() of statuses and a survey: first since the mount, then of each interval."""
+def _sleep(seconds: float) -> bool:
+    time.sleep(seconds)
+    return True
+
+
+def looks(
+    status: Ask, survey: Ask, interval_s: float, count: int | None, pause: Callable[[float], bool] = _sleep
+) -> Iterator[tuple[Json, Json]]:
+    """A difference() of statuses and a survey: first since the mount, then of each interval. It ends when `pause`
+    returns False."""
     before, found, found_at, drawn = status(), survey(), time.monotonic(), 0
     yield difference(before, None), found
-    while count is None or drawn < count:
-        time.sleep(interval_s)
+    while (count is None or drawn < count) and pause(interval_s):
         now = status()
         if time.monotonic() - found_at > SURVEY_EVERY_S:
             found, found_at = survey(), time.monotonic()
@@ -73,22 +165,43 @@ def _ages(status: Json) -> list[int]:
     return [int(item) for item in value] if isinstance(value, (list, tuple)) else []
 
 
-def view(change: Json, found: Json) -> Any:
-    """One screen, from a difference() of statuses and a survey."""
+def view(change: Json, found: Json, controls: Controls, height: int) -> Any:
+    """One screen of so many rows, from a difference() of statuses and a survey. Rows without room are left out, and
+    counted: first the tail of the longest table."""
     from rich.console import Group
     from rich.text import Text
 
+    if controls.help:
+        return Group(*map(_text, HELP))
     seconds = number(change, "seconds") or 1.0
     owners = owner_rows(section(change, "pod"), seconds)
+    key = ORDERS[controls.order]
+    head = _head(change, seconds)
+    tables: list[tuple[Sequence[str], Sequence[Sequence[str]]]] = [
+        (("device", "state", "read/s", "written/s", "rd p99", "wr p99", "errors"), _devices(change, seconds, key)),
+        (("namespace", "blocks", "bytes", "hits", "newest", "oldest"), _namespaces(found, key)),
+        (("operation", "ops/s", "p50", "p99"), _latencies(change, seconds)),
+        (("hits by age", *(name for name, _ in _AGES)), [("blocks/s", *_by_age(change, seconds))]),
+    ]
+    if len(owners) > 1:
+        tables.insert(1, (tuple(owners[0]), owners[1:]))
+    # Each table has a row of heads.
+    rooms = fit([len(rows) for _, rows in tables], height - len(head) - 1 - len(tables))
+    state = "paused  " if controls.paused else ""
     return Group(
-        *(_text(line) for line in _head(change, seconds)),
-        Text(),
-        _table(("operation", "ops/s", "p50", "p99"), _latencies(change, seconds)),
-        _table(("device", "state", "read/s", "written/s", "rd p99", "wr p99", "errors"), _devices(change, seconds)),
-        *([_table(owners[0], owners[1:])] if len(owners) > 1 else []),
-        _table(("namespace", "blocks", "bytes", "hits", "newest", "oldest"), _namespaces(found)),
-        _table(("hits by age", "blocks/s"), _by_age(change, seconds)),
+        *map(_text, head),
+        *(_table(heads, rows, room) for (heads, rows), room in zip(tables, rooms, strict=True)),
+        Text(f"{state}h help  s sort: {key}  p pause  q quit", style="reverse", no_wrap=True),
     )
+
+
+def fit(wanted: Sequence[int], room: int) -> list[int]:
+    """Rows for each table: all if there is room, else the longest give way first, down to one."""
+    given = list(wanted)
+    while sum(given) > room and max(given, default=0) > 1:
+        longest = max(range(len(given)), key=lambda i: given[i])
+        given[longest] -= 1
+    return given
 
 
 def _head(change: Json, seconds: float) -> list[str]:
@@ -123,9 +236,13 @@ def _latencies(change: Json, seconds: float) -> list[Sequence[str]]:
     return rows
 
 
-def _devices(change: Json, seconds: float) -> list[Sequence[str]]:
+def _devices(change: Json, seconds: float, key: str) -> list[Sequence[str]]:
     rows: list[Sequence[str]] = []
-    for device in items(change, "devices"):
+    devices = items(change, "devices")
+    if key != "name":
+        # The trouble first: one that is not online, or had errors.
+        devices = sorted(devices, key=lambda one: (one.get("state") == "online", -_weight(one, key)))
+    for device in devices:
         times = [latency_summary(section(section(device, "latency"), kind)) for kind in ("read", "write")]
         rows.append(
             (
@@ -140,8 +257,16 @@ def _devices(change: Json, seconds: float) -> list[Sequence[str]]:
     return rows
 
 
-def _namespaces(found: Json) -> list[Sequence[str]]:
-    places = sorted(items(found, "namespaces"), key=lambda place: -number(place, "bytes"))
+def _weight(device: Json, key: str) -> float:
+    kinds = ("errors",) if key == "errors, hits" else ("read_bytes", "write_bytes")
+    return sum(number(device, kind) for kind in kinds)
+
+
+def _namespaces(found: Json, key: str) -> list[Sequence[str]]:
+    places = items(found, "namespaces")
+    if key != "name":
+        by = "hits" if key == "errors, hits" else "bytes"
+        places = sorted(places, key=lambda place: -number(place, by))
     return [
         (
             str(place.get("path")),
@@ -150,25 +275,27 @@ def _namespaces(found: Json) -> list[Sequence[str]]:
             count_text(number(place, "hits")),
             *(age_text(number(place, key)) if key in place else "-" for key in ("newest_s", "oldest_s")),
         )
-        for place in places[:_NAMESPACES_MAX]
+        for place in places
     ]
 
 
-def _by_age(change: Json, seconds: float) -> list[Sequence[str]]:
-    ages, at, rows = _ages(change), 0, []
-    for name, end in _AGES:
-        rows.append((name, count_text(sum(ages[at:end]) / seconds)))
+def _by_age(change: Json, seconds: float) -> list[str]:
+    ages, at, cells = _ages(change), 0, []
+    for _, end in _AGES:
+        cells.append(count_text(sum(ages[at:end]) / seconds))
         at = end
-    return list(rows)
+    return cells
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], room: int) -> Any:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
+    left_out = len(rows) - room
     for i, head in enumerate(heads):
-        table.add_column(head, justify="left" if i == 0 else "right", no_wrap=True)
-    for row in rows:
+        more = f" ({left_out} more)" if left_out and i == 0 else ""
+        table.add_column(head + more, justify="left" if i == 0 else "right", no_wrap=True)
+    for row in rows[:room]:
         # Text, not markup: paths may have brackets.
         table.add_row(*(_text(cell) for cell in row))
     return table
@@ -177,4 +304,4 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:
 def _text(cell: str) -> Any:
     from rich.text import Text
 
-    return Text(printable(cell))
+    return Text(printable(cell), no_wrap=True, overflow="ellipsis")

@@ -107,7 +107,7 @@ def test_stats_and_top_have_the_news_of_an_interval(pod: Pod) -> None:
 
     console = Console(width=150)
     with console.capture() as capture:
-        console.print(top.view(change, {}))
+        console.print(top.view(change, {}, top.Controls(), 60))
     assert "following" in capture.get() and "slot 1 of 3" in capture.get()
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import io
 import json
 import os
 import pty
@@ -16,6 +17,8 @@ import time
 
 import pytest
 from helpers import REPOSITORY, Pool, read_file, run, write_file
+
+from kvfs.status import top
 
 pytest.importorskip("rich", reason="the package rich is not installed")
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -35,7 +38,7 @@ class Screen:
             )  # fmt: skip
         finally:
             signal.signal(signal.SIGINT, before)
-        os.close(theirs)
+        self._theirs = theirs
         self.text = ""
 
     def wait(self, pattern: str, meanwhile=lambda: None, timeout_s: float = 90) -> re.Match[str]:
@@ -53,6 +56,13 @@ class Screen:
                 return found
         raise AssertionError(f"{pattern!r} was not drawn: {self.text[-3000:]}")
 
+    def press(self, key: str) -> None:
+        os.write(self._terminal, key.encode())
+
+    def flags(self) -> int:
+        """Local flags of the terminal: whether it reads by lines, and echoes."""
+        return termios.tcgetattr(self._theirs)[3]
+
     def ends(self, timeout_s: float = 60) -> int:
         """Its exit status. Its output until then is read: a full terminal would hold it up."""
         until = time.monotonic() + timeout_s
@@ -67,6 +77,7 @@ class Screen:
         self.process.kill()
         self.process.wait(30)
         os.close(self._terminal)
+        os.close(self._theirs)
 
 
 def test_top_shows_rates_that_move_and_leaves_on_an_interrupt() -> None:
@@ -81,13 +92,72 @@ def test_top_shows_rates_that_move_and_leaves_on_an_interrupt() -> None:
             block = pool.mount / "llama" / "block"
             moving = screen.wait(r"asked/s ([1-9][\d.]*k?)  found 100.0%", lambda: read_file(block))
             assert moving
-            screen.wait(r"< 1 min +[1-9]", lambda: read_file(block))
+            screen.wait(r"blocks/s +(0 +)?[1-9]", lambda: read_file(block))  # of this minute, or the ten before
             screen.wait(r"devices/1 +online")
             screen.wait(r"asked/s 0 ")
+            screen.press("h")
+            screen.wait(r"p or space +pause, and go on")
+            screen.press("h")
+            screen.wait(r"s sort: bytes")
+            screen.press("s")
+            screen.wait(r"s sort: errors, hits")
+            screen.press("p")
+            screen.wait(r"paused  h help")
+            screen.press(" ")
             screen.process.send_signal(signal.SIGINT)
             assert screen.ends() == 130
         finally:
             screen.close()
+
+
+def test_top_ends_at_q_and_puts_the_terminal_back() -> None:
+    with Pool(files=1, size="64M") as pool:
+        screen = Screen("top", str(pool.mount), "--interval", "600")
+        try:
+            screen.wait(r"q quit")
+            assert not screen.flags() & termios.ICANON
+            screen.press("q")
+            assert screen.ends() == 0 and screen.flags() & termios.ICANON and screen.flags() & termios.ECHO
+        finally:
+            screen.close()
+
+
+def test_a_screen_of_24_rows_holds_what_matters_of_many_devices_and_namespaces() -> None:
+    from rich.console import Console
+
+    devices = [
+        {
+            "index": i,
+            "path": f"/dev/nvme{i}n1",
+            "state": "failed" if i == 29 else "online",
+            "read_bytes": i,
+            "errors": 0,
+        }
+        for i in range(32)
+    ]
+    nothing = {"count": 0, "total_ns": 0, "buckets": [0] * 40}
+    change = {
+        "seconds": 1.0, "devices": devices, "pool": {"path": "/srv/pool", "state": "mounted"}, "found_ages": [0] * 40,
+        "latency": {name: nothing for name in ("read", "write", "open", "seal")},
+    }  # fmt: skip
+    found = {"namespaces": [{"path": f"/space-{i}", "blocks": 1, "bytes": i, "hits": 40 - i} for i in range(40)]}
+
+    def drawn(controls: top.Controls) -> list[str]:
+        console = Console(width=100, height=24, record=True, file=io.StringIO())
+        console.print(top.view(change, found, controls, 24))
+        return console.export_text().rstrip("\n").splitlines()
+
+    lines = drawn(top.Controls())
+    text = "\n".join(lines)
+    assert len(lines) <= 24 and lines[-1].startswith("h help")
+    # The failed one is first, the busiest come next; how many are left out is said.
+    places = [line.split()[1] for line in lines if "/dev/nvme" in line]
+    assert places[:3] == ["/dev/nvme29n1", "/dev/nvme31n1", "/dev/nvme30n1"] and len(places) >= 4
+    assert f"device ({32 - len(places)} more)" in text and "namespace (" in text and "/space-39" in text
+    by_name = drawn(top.Controls(order=2))
+    assert next(line.split()[1] for line in by_name if "/dev/nvme" in line) == "/dev/nvme0n1"
+    assert "/space-0 " in "\n".join(drawn(top.Controls(order=1)))
+    assert top.fit([2, 30, 5], 12) == [2, 5, 5] and top.fit([1, 2], 100) == [1, 2] and top.fit([3, 3], 0) == [1, 1]
 
 
 def test_top_needs_a_terminal() -> None:

@@ -257,7 +257,7 @@ def test_progress_is_silent_for_short_steps(
     now += output.PROGRESS_AFTER_S
     progress("reading", 5, 10)
     progress("reading", 6, 10)
-    assert capsys.readouterr().err == "kvfs: reading: 5 of 10 (50%)\n"
+    assert capsys.readouterr().err == "kvfs: reading: 5 of 10 (50%), some 2 s left\n"
 
 
 def test_mount_kvfs_translates_mount_options(tmp_path: Path) -> None:
