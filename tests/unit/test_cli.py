@@ -207,13 +207,14 @@ def test_every_verb_that_stays_kvfs_takes_json() -> None:
     assert takes == {verb.name for verb in verbs} - others
 
 
-def test_keep_says_in_json_where_it_listens(
+def test_keep_says_in_json_where_it_listens_and_leaves_no_handler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(relay, "keep", lambda *_: None)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
     status, out, _ = run("keep", tmp_path / "a.sock", tmp_path / "b.sock", "-o", "json", capsys=capsys)
     assert status == 0
+    assert {number: signal.getsignal(number) for number in signal.valid_signals()} == before
     assert json.loads(out) == {"version": 1, "socket": str(tmp_path / "a.sock"), "export": str(tmp_path / "b.sock")}
 
 
