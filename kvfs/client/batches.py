@@ -21,6 +21,7 @@ Results: TypeAlias = list[int | None]
 _REASONS = {
     errno.ENOSPC: "no room: all that is left is pinned or open",
     errno.EFBIG: "larger than the pool can hold",
+    errno.EOVERFLOW: "a device is a file, and this process may not write so far into one (RLIMIT_FSIZE, `ulimit -f`)",
     errno.EISDIR: "there is a directory of this name",
     errno.ENOTDIR: "a part of its path is no directory",
     errno.ETIMEDOUT: "a device gave no answer in time",

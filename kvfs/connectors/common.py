@@ -25,6 +25,7 @@ from kvfs.client.client import Client, connect
 from kvfs.client.keys import Key
 from kvfs.client.memory import Memory, Pieces, Region
 from kvfs.client.queue import Completion, Queue
+from kvfs.descriptors import above, epoll
 from kvfs.errors import (
     DeadlineError,
     ForkError,
@@ -215,8 +216,8 @@ class Connection:
         self._busy: list[tuple[Done, _Batch]] = []
         self._ready: list[Done] = []
         self._tickets = 0
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._poll = select.epoll()
+        self._bell = above(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+        self._poll = epoll()
         self._poll.register(self._bell, select.EPOLLIN)
         self._started = False
         self._probe()

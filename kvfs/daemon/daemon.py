@@ -84,7 +84,7 @@ async def serve(options: MountOptions, mountpoint: str | None, reporter: Reporte
         foreign = None if podmap is None else ForeignNames(store, podmap)
         namespace = Namespace(store, foreign)
         daemon.join(store, foreign)
-        clients = Clients(store, namespace, feed_size(), daemon.others)
+        clients = Clients(store, namespace, feed_size(), daemon.others, read_only=options.read_only)
         control = ControlServer(options.pool, daemon.commands(), clients.serve)
         with pid_file(options.pool), closing(control), closing(Exports(options.exports, store.plane)) as exports:
             # From here on pyfuse3 closes the session's end of the socket.

@@ -21,9 +21,13 @@ FUSE_PAGES_PATH = Path("/proc/sys/fs/fuse/max_pages_limit")
 
 
 def raise_limits() -> None:
-    """Raise the limits of descriptors and locked memory as far as this user may. A part that finds its limit too low
-    says so itself."""
-    for what, wanted in ((resource.RLIMIT_NOFILE, 1 << 17), (resource.RLIMIT_MEMLOCK, resource.RLIM_INFINITY)):
+    """Raise the limits of descriptors, locked memory and files' sizes as far as this user may. A part that finds its
+    limit too low says so itself."""
+    for what, wanted in (
+        (resource.RLIMIT_NOFILE, 1 << 17),
+        (resource.RLIMIT_MEMLOCK, resource.RLIM_INFINITY),
+        (resource.RLIMIT_FSIZE, resource.RLIM_INFINITY),  # of devices that are files
+    ):
         _, hard = resource.getrlimit(what)
         with suppress(OSError, ValueError):
             if os.geteuid() == 0 and hard != resource.RLIM_INFINITY:

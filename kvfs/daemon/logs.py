@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from kvfs.descriptors import reason
 from kvfs.errors import printable
 
 BURST = 10
@@ -27,6 +28,23 @@ class Escaping(logging.Formatter):
 
     def formatException(self, ei: Any) -> str:
         return "\n".join(printable(line) for line in super().formatException(ei).split("\n"))
+
+
+class _Limits(logging.Filter):
+    """trio's message of a connection that it cannot accept, in our words: whose limit it is. Without its traceback."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, OSError):
+            record.msg, record.args, record.exc_info = "a connection waits: %s", (reason(error),), None
+        return True
+
+
+_LIMITS = _Limits()
+
+
+def name_limits() -> None:
+    logging.getLogger("trio.serve_listeners").addFilter(_LIMITS)
 
 
 @dataclass(slots=True)

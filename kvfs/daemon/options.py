@@ -39,6 +39,11 @@ class MountOptions:
     # The address at which Prometheus finds the metrics.
     metrics: tuple[str, int] | None = None
 
+    @property
+    def read_only(self) -> bool:
+        """The pool is mounted to be read: neither the mount nor native clients store, change or delete."""
+        return "ro" in self.options
+
 
 def own_limit_ms(request_timeout_s: int | None, limit_ms: int) -> int:
     """The deadline of one request in the daemon: a slow request fails by itself before the kernel ends the mount for

@@ -13,7 +13,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import cast
 
-from kvfs.daemon.logs import Escaping, spare
+from kvfs.daemon.logs import Escaping, name_limits, spare
 from kvfs.errors import KvfsError, PoolError, UsageError
 from kvfs.pool.directory import open_own
 
@@ -67,6 +67,7 @@ def log_to_stderr(level: int) -> None:
     early = logging.handlers.MemoryHandler(sys.maxsize, flushLevel=sys.maxsize)
     handlers = [handler, early] if level > logging.INFO else [handler]
     logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)
+    name_limits()
 
 
 def log_to_file(path: Path) -> None:

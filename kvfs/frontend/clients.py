@@ -24,6 +24,7 @@ from functools import partial
 
 import trio
 
+from kvfs.descriptors import reason
 from kvfs.errors import KvfsError
 from kvfs.frames import FrameError, Next, Shards
 from kvfs.frontend import listing, wire
@@ -91,12 +92,14 @@ class _Handing:
 
 class Clients:
     """All native clients of a mounted pool. feed_size: bytes of the feed of changes, once somebody subscribes.
-    others: the other nodes of a pod."""
+    others: the other nodes of a pod. read_only: the pool is mounted so, and no client may write."""
 
     def __init__(
-        self, store: Store, namespace: Namespace, feed_size: int = FEED_SIZE, others: OtherNodes | None = None
-    ) -> None:
+        self, store: Store, namespace: Namespace, feed_size: int = FEED_SIZE, others: OtherNodes | None = None, *,
+        read_only: bool = False,
+    ) -> None:  # fmt: skip
         self._store, self._namespace, self._feed_size = store, namespace, feed_size
+        self.read_only = read_only
         self._connections: set[_Connection] = set()
         self._subscribed: set[_Connection] = set()
         self._users = Users(len(store.config.devices))
@@ -362,7 +365,7 @@ class _Connection:
         """The answer that lets the client read by itself, and its descriptors. Raises KvfsError with the reason that it
         cannot have them."""
         store, config = self._store, self._store.config
-        self._writable = not read_only
+        self._writable = not (read_only or self._clients.read_only)
         head = wire.WELCOME.pack(
             self.version, self._writable, config.uuid.bytes, store.epoch, config.secret, config.geometry.zone_size,
             config.geometry.stripe_unit, config.geometry.stripe_width, len(store.segments.members),
@@ -405,7 +408,10 @@ class _Connection:
             for fd, flags in files[first:end]:
                 fds.append(_reopen(fd, flags))
         except OSError as error:
-            raise RefusedError(error.errno or errno.EIO, f"devices cannot be opened: {error.strerror}") from error
+            text = f"devices cannot be opened: {reason(error)}"
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                log.warning("native client, pid %d of user %d: %s", self.peer.pid, self.peer.uid, text)
+            raise RefusedError(error.errno or errno.EIO, text) from error
 
     # ---- requests ----
 
@@ -509,7 +515,8 @@ class _Connection:
             await user.begin()
             try:
                 if head.entry.writes and not self._writable:
-                    raise RefusedError(errno.EROFS, "this client is connected for reading only")
+                    pool, own = "the pool is mounted read-only", "this client is connected for reading only"
+                    raise RefusedError(errno.EROFS, pool if self._clients.read_only else own)
                 with self._breaches(head.kind, payload):
                     answer, status = await handle(self, payload), 0
             except KvfsError as error:

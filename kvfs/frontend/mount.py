@@ -23,6 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvfs.descriptors import all_above
 from kvfs.errors import DeadlineError, KvfsError, MissingFeatureError, UsageError
 
 FILESYSTEM_TYPE = "fuse.kvfs"
@@ -293,7 +294,8 @@ def _mount_by_fusermount(
         theirs.close()
         ours.settimeout(MOUNT_TIMEOUT_S)
         try:
-            _, descriptors, _, _ = socket.recv_fds(ours, 1, 1)
+            _, received, _, _ = socket.recv_fds(ours, 1, 1)
+            descriptors = all_above(list(received))
             message = process.communicate(timeout=MOUNT_TIMEOUT_S)[1].decode(errors="replace").strip()
         except (TimeoutError, subprocess.TimeoutExpired) as error:
             process.kill()

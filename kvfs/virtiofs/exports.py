@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from kvfs.descriptors import reason
 from kvfs.errors import KvfsError, UsageError
 
 # The logger's name stays when a module moves.
@@ -277,7 +278,9 @@ class Exports:
                 served.left_out += 1
                 continue
             what = "its front end broke the protocol" if queue == _PROTOCOL else f"queue {queue} has stopped"
-            why = _WHY.get(error, os.strerror(error))
+            if error in (errno.EMFILE, errno.ENFILE):
+                what = "a front end waits"
+            why = _WHY.get(error) or reason(OSError(error, os.strerror(error)))
             before = f"; {served.left_out} such messages before it were left out" if served.left_out else ""
             log.warning("%s: %s: %s; see kvfs status%s", served.export.socket, what, why, before)
             served.logged_s = time.monotonic()

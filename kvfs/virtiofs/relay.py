@@ -24,6 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvfs.descriptors import all_above
 from kvfs.errors import KvfsError
 
 # The logger's name stays when a module moves.
@@ -87,7 +88,7 @@ def receive(sock: socket.socket) -> Message:
     """One message. Raises RelayError at the end, or if it is none."""
     try:
         data, fds, flags, _ = socket.recv_fds(sock, _HEADER.size, _FDS_MAX)
-        message = Message(0, 0, b"", list(fds))
+        message = Message(0, 0, b"", all_above(list(fds)))
     except OSError as error:
         raise RelayError(f"{error.strerror}") from error
     try:

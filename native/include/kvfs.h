@@ -108,7 +108,8 @@ int kvfs_get_vectors(struct kvfs_client *client, const struct kvfs_keys *keys, c
  * end. Only their leaves are read and proved, and what of the block's header proves these. A key may come any number of times. */
 int kvfs_get_ranges(struct kvfs_client *client, const struct kvfs_keys *keys, const struct kvfs_vector *vectors, int64_t *results);
 /* Write blocks from the caller's memory, many reserved and committed at once, but not all or none. A block that exists is replaced; a
- * reader sees the old one or the new one, whole. results[i]: 0 or -errno (-ENOSPC: all that is left is pinned or open; -EFBIG). Returns the
+ * reader sees the old one or the new one, whole. results[i]: 0 or -errno. -ENOSPC: all that is left is pinned or open. -EFBIG:
+ * the pool cannot hold so much. -EOVERFLOW: a device is a file, and this process may not write so far into one (RLIMIT_FSIZE). Returns the
  * number of blocks stored. -EINVAL: the same key twice. -EROFS. -ENOTCONN: no daemon. */
 int kvfs_put(struct kvfs_client *client, const struct kvfs_keys *keys, const struct kvfs_buffer *buffers, int64_t *results);
 /* The same, of blocks whose memory is in pieces (vectors[i].offset is not looked at). Without a copy where every piece's address is aligned to

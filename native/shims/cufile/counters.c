@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <unistd.h>
 
+#include "base/descriptor.h"
 #include "shim.h"
 
 struct counters counters;
@@ -15,7 +16,7 @@ static __attribute__((destructor)) void report(void) {
     char line[512];
     if (!path || !atomic_load(&counters.handles))
         return;
-    int fd = open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
+    int fd = descriptor_above(open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644));
     int size = snprintf(line, sizeof(line),
                         "{\"pid\": %d, \"handles\": %llu, \"native_reads\": %llu, \"native_bytes\": %llu, \"gpu_bytes\": %llu, "
                         "\"forwarded_reads\": %llu, \"forwarded_bytes\": %llu, \"writes\": %llu, \"batches\": %llu, "

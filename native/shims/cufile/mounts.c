@@ -9,6 +9,7 @@
 #include <sys/sysmacros.h>
 #include <unistd.h>
 
+#include "base/descriptor.h"
 #include "base/base.h"
 #include "client/mountinfo.h"
 #include "shim.h"
@@ -77,7 +78,7 @@ static void refresh(void) {
     if (watch >= 0)
         changed = poll(&(struct pollfd){watch, POLLPRI, 0}, 1, 0) != 0;
     else
-        watch = open(MOUNTINFO, O_RDONLY | O_CLOEXEC);
+        watch = descriptor_above(open(MOUNTINFO, O_RDONLY | O_CLOEXEC));
     if (changed)
         read_mounts();
 }

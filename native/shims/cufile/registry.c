@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <unistd.h>
 
+#include "base/descriptor.h"
 #include "shim.h"
 
 #define BUCKETS 1024
@@ -73,7 +74,7 @@ struct handle *handle_add(void *real_handle, int fd, const struct place *place, 
     int flags = fcntl(fd, F_GETFL);
     handle->key = own ? handle : real_handle;
     handle->own = own;
-    handle->fd = own ? fcntl(fd, F_DUPFD_CLOEXEC, 0) : -1;
+    handle->fd = own ? fcntl(fd, F_DUPFD_CLOEXEC, DESCRIPTOR_MIN) : -1;
     handle->number = own ? fd : -1;
     handle->access = flags & O_ACCMODE;
     handle->place = *place;

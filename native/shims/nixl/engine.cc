@@ -95,12 +95,15 @@ Status Engine::register_file(const nixl::Registration &registration, Target &tar
     auto mode = PathMode::read(registration.meta);
     int fd = (int)registration.device;
     if (mode) {
-        fd = open(mode->path.c_str(), mode->flags | O_CLOEXEC, 0644);
+        fd = mode->open(pool_->mount());
+        if (fd == -EXDEV) {
+            say("%s: not on the mount of %s", mode->path.c_str(), pool_->mount().c_str());
+            return Status::invalid_parameter;
+        }
         if (fd < 0) {
-            int error = errno;
-            if (error != ENOENT)
-                say("%s: %s", mode->path.c_str(), strerror(error));
-            return status_of(-error);
+            if (fd != -ENOENT)
+                say("%s: %s", mode->path.c_str(), strerror(-fd));
+            return status_of(fd);
         }
         target.key = mode->path;
     }

@@ -1,4 +1,5 @@
 /* Opening, reading, writing and looking up files of a kvfs mount. */
+#include "base/descriptor.h"
 #include "files.h"
 
 #include <cerrno>
@@ -35,6 +36,38 @@ std::optional<PathMode> PathMode::read(const std::string &meta) {
             return std::nullopt;
     }
     return found;
+}
+
+/* Before anything is made: is its directory on the mount? By the directory's descriptor, and never through a link in place of the file. */
+static int make(const PathMode &mode, const std::string &mount) {
+    size_t slash = mode.path.rfind('/');
+    std::string directory = slash == std::string::npos ? "." : mode.path.substr(0, slash + 1), name = mode.path.substr(slash + 1);
+    struct stat at, about;
+    int dir = descriptor_above(open(directory.c_str(), O_PATH | O_DIRECTORY | O_CLOEXEC));
+    if (dir < 0)
+        return -errno;
+    int fd = -1, error = EXDEV;
+    if (fstat(dir, &about) < 0 || stat(mount.c_str(), &at) < 0) {
+        error = errno;
+    } else if (about.st_dev == at.st_dev) {
+        fd = descriptor_above(openat(dir, name.c_str(), mode.flags | O_CREAT | O_EXCL | O_CLOEXEC, 0644));
+        error = errno;
+    }
+    close(dir);
+    return fd < 0 ? -error : fd;
+}
+
+int PathMode::open(const std::string &mount) const {
+    int fd = -1, error = EEXIST;
+    for (unsigned tries = 0; fd < 0 && error == EEXIST && tries < 2; tries++) { /* others may make it meanwhile */
+        fd = descriptor_above(::open(path.c_str(), (flags & ~O_CREAT) | O_CLOEXEC));
+        error = errno;
+        if (fd < 0 && error == ENOENT && flags & O_CREAT) {
+            fd = make(*this, mount);
+            error = -fd;
+        }
+    }
+    return fd < 0 ? -error : fd;
 }
 
 File::~File() {

@@ -14,6 +14,8 @@ struct PathMode {
     int flags = 0;
 
     static std::optional<PathMode> read(const std::string &meta);
+    /* A descriptor, or -errno. A file is made on that mount alone: -EXDEV. */
+    int open(const std::string &mount) const;
 };
 
 /* A registered file. Its descriptor is closed with it, if it was opened here. */

@@ -2,6 +2,7 @@
  *
  * They are declared under other names with the C library's as their symbols. Its headers promise compilers facts about these functions (that no path
  * is NULL, say) which callers have to keep. */
+#include "base/descriptor.h"
 #include "preload.h"
 
 #include <limits.h>
@@ -417,7 +418,12 @@ ssize_t take_recvmsg(int fd, struct msghdr *message, int flags) {
 
 /* libkvfs asks this of its rings (native/src/io/ring.h). */
 __attribute__((visibility("default"))) int kvfs_own_descriptor(int fd);
-int kvfs_own_descriptor(int fd) { return preload_inside ? internal_fd_raise(fd) : fd; }
+int kvfs_own_descriptor(int fd) { return preload_inside && fd >= 0 ? internal_fd_raise(fd) : descriptor_above(fd); }
+__attribute__((visibility("default"))) void kvfs_own_close(int fd);
+void kvfs_own_close(int fd) {
+    internal_fd_forget(fd);
+    real_close(fd);
+}
 
 /* ---- the process ---- */
 

@@ -1,4 +1,5 @@
 /* The queues behind Python's eventfd: events, completions and calls. */
+#include "base/descriptor.h"
 #include "base/events.h"
 
 #include <sys/eventfd.h>
@@ -10,7 +11,7 @@ int events_init(struct events *events) {
     events->event_capacity = events->completion_capacity = 1024;
     events->events = malloc(events->event_capacity * sizeof(*events->events));
     events->completions = malloc(events->completion_capacity * sizeof(*events->completions));
-    events->fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+    events->fd = descriptor_above(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
     if (events->fd < 0)
         return -errno;
     return events->events && events->completions ? 0 : -ENOMEM;

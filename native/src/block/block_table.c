@@ -1,5 +1,6 @@
 /* The writer of the block table. Layout, protocol and limits: block_table_layout.h. */
 #define _GNU_SOURCE
+#include "base/descriptor.h"
 #include "base/sealed_memory.h"
 #include "block/block_table_layout.h"
 
@@ -430,7 +431,7 @@ int kvfs_table_create(uint64_t records_max, uint64_t secret, uint64_t mount_epoc
         return -ENOMEM;
     table->secret = secret;
     lay_out(table, records_max);
-    table->fd = memfd_create("kvfs-block-table", MFD_ALLOW_SEALING | MFD_CLOEXEC);
+    table->fd = descriptor_above(memfd_create("kvfs-block-table", MFD_ALLOW_SEALING | MFD_CLOEXEC));
     if (table->fd < 0 || ftruncate(table->fd, (off_t)table->size) < 0)
         goto failed;
     memory = mmap(NULL, table->size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, table->fd, 0);

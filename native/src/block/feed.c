@@ -1,4 +1,5 @@
 /* The writer of the feed. Layout and protocol: feed.h. */
+#include "base/descriptor.h"
 #include "block/feed.h"
 #include "base/sealed_memory.h"
 
@@ -18,7 +19,7 @@ int feed_create(uint64_t size, struct feed **out) {
     if (!feed)
         return -ENOMEM;
     feed->size = size;
-    feed->fd = memfd_create("kvfs-feed", MFD_ALLOW_SEALING | MFD_CLOEXEC);
+    feed->fd = descriptor_above(memfd_create("kvfs-feed", MFD_ALLOW_SEALING | MFD_CLOEXEC));
     void *memory = MAP_FAILED;
     if (feed->fd >= 0 && ftruncate(feed->fd, (off_t)(PAGE + size)) == 0)
         memory = mmap(NULL, PAGE + size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, feed->fd, 0);

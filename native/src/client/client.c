@@ -54,6 +54,7 @@ int client_open(const char *path, const char *pool, uint64_t base, const char *s
         return client_fail(-ENOMEM, "no memory for a client");
     }
     client->pid = getpid();
+    client->watch_fd = -1;
     client->options = o;
     client->hits_sent_ns = now_ns();
     client->base = base;
@@ -67,6 +68,7 @@ int client_open(const char *path, const char *pool, uint64_t base, const char *s
         free(client);
         return r;
     }
+    client_watch(client);
     *out = client;
     return 0;
 }
@@ -85,6 +87,7 @@ void kvfs_close(struct kvfs_client *client) {
     if (!client || client->pid != getpid()) /* a child's copy: the rings are its parent's */
         return;
     stage_stop(client);
+    client_watch_end(client);
     struct connection *connection = client->connection;
     client_hit(client, connection, NULL);
     uint64_t until = now_ns() + client->options.timeout_ms * 1000000ull;

@@ -5,10 +5,10 @@
  * rooms base, block and io work on it.
  *
  * A call takes a lane (a ring and what belongs to it), runs fetches on it in its own thread, and gives it back. Nothing here has threads but
- * the stager (client/prestage.c).
+ * the watcher (client/watch.c), the stager (client/prestage.c) and queues.
  *
- * Each file uses those above it: error, wire, locate, bounce, spans, lane, connection, report, orphans, keys, names. Then come fetch, prestage, get,
- * file, put_block, put, client, queue; gpu/ uses all but the last two. Beside get stands lease; events uses connection and keys.
+ * Each file uses those above it: error, wire, locate, bounce, spans, lane, connection, watch, report, orphans, keys, names. Then come fetch, prestage,
+ * get, file, put_block, put, client, queue; gpu/ uses all but the last two. Beside get stands lease; events uses connection and keys.
  */
 #ifndef KVFS_CLIENT_INTERNAL_H
 #define KVFS_CLIENT_INTERNAL_H
@@ -148,6 +148,9 @@ struct kvfs_client {
     uint64_t silent_until_ns;           /* a daemon took a connection and said nothing: not asked again before that */
     atomic_uint orphans;                /* of all lanes */
     struct stage *stage;
+    pthread_t watcher; /* client/watch.c */
+    int watch_fd;      /* an eventfd: another connection, or the end. -1: there is no watcher */
+    atomic_bool closing;
     atomic_ullong count[CLIENT_COUNTERS]; /* as struct kvfs_client_statistics has them; the last, `busy`, is not counted here */
 };
 #define TALLY(client, field, n) \
@@ -157,12 +160,14 @@ struct kvfs_client {
 
 /* Keep the message for kvfs_error(); returns error. */
 int client_fail(int error, const char *format, ...) __attribute__((format(printf, 2, 3)));
+/* In words: why a call that makes a descriptor failed. EMFILE and ENFILE say whose limit it is. Until the thread's next call. */
+const char *descriptor_reason(int error);
 
 /* ---- client/wire.c ---- */
 
 /* One after the other, in as few pieces as the socket takes. 0, -ETIMEDOUT, -ENOTCONN. */
 int wire_send_all(int fd, const void *head, uint64_t head_size, const void *data, uint64_t size, uint64_t deadline_ns);
-/* Exactly size bytes; descriptors that come with them go to fds (KVFS_WIRE_FDS_MAX), or are closed. */
+/* Exactly size bytes; descriptors that come with them go to fds (KVFS_WIRE_FDS_MAX), or are closed. -EMFILE, -ENFILE: some found no place here. */
 int wire_receive_all(int fd, void *data, uint64_t size, uint64_t deadline_ns, int *fds, uint32_t *fd_count);
 /* Is the daemon still there? Receives what it has sent meanwhile. Never waits. */
 void connection_poll(struct connection *connection);
@@ -256,7 +261,16 @@ int connection_get_at_once(struct kvfs_client *client, struct connection **out);
 int daemon_get(struct kvfs_client *client, struct connection **out);             /* one with a daemon that lives */
 int writer_get(struct kvfs_client *client, struct connection **out);             /* and that may write */
 void connection_put(struct connection *connection);
+/* client->lock is held, the daemon is gone and its table no longer right: nothing is read by this connection any more. Its devices are closed once no
+ * call uses it and no device owes it an answer. */
+void client_leave(struct kvfs_client *client);
 void client_prune(struct kvfs_client *client); /* client->lock held */
+
+/* ---- client/watch.c ---- */
+
+/* Before anybody else knows the client. Without a thread it lets go at its next call. */
+void client_watch(struct kvfs_client *client);
+void client_watch_end(struct kvfs_client *client);
 
 /* ---- client/report.c ---- */
 

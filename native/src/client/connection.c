@@ -1,4 +1,5 @@
 /* A connection with a daemon: made, found again after a restart, and let go. */
+#include "base/descriptor.h"
 #include "client/client.h"
 #include "io/nvme/tcp.h"
 
@@ -21,7 +22,7 @@ static void connection_free(struct connection *connection) {
         owed = !lane_free(lane) || owed;
     }
     if (connection->socket >= 0)
-        close(connection->socket);
+        kvfs_own_close(connection->socket);
     if (connection->descriptor >= 0)
         close(connection->descriptor);
     free(connection->payload);
@@ -38,7 +39,7 @@ static void connection_free(struct connection *connection) {
     nvme_hosts_stop(&connection->array);
     for (uint32_t i = 0; connection->fds && i < connection->array.device_count; i++)
         if (connection->fds[i] >= 0)
-            close(connection->fds[i]);
+            kvfs_own_close(connection->fds[i]);
     free(connection->fds);
     array_free(&connection->array);
     free(connection);
@@ -141,6 +142,8 @@ static int descriptors(struct kvfs_client *client, struct connection *connection
         int fds[KVFS_WIRE_FDS_MAX];
         uint32_t count = 0;
         r = wire_receive_all(connection->socket, &frame, sizeof(frame), deadline_ns, fds, &count);
+        if (r == -EMFILE || r == -ENFILE)
+            client_fail(r, "%s: no descriptor for device %u of %u: %s", client->pool, have ? have - 1 : 0, devices, descriptor_reason(-r));
         if (r == 0)
             r = frame_check(client, &frame, WIRE_DESCRIPTORS, 0);
         if (r == 0 && (count == 0 || have + count > wanted))
@@ -254,17 +257,10 @@ static int devices_open(struct kvfs_client *client, struct connection *connectio
     return r < 0 ? client_fail(r, "%s: %s", client->pool, reason) : 0;
 }
 
-int connection_open(struct kvfs_client *client, struct connection **out) {
-    uint64_t deadline = now_ns() + client->options.timeout_ms * 1000000ull, listener[4];
-    listener_of(client, listener); /* first: a daemon that comes meanwhile is another one */
-    int fd = socket_open(client, deadline);
-    if (fd < 0)
-        return fd;
+static struct connection *connection_new(void) {
     struct connection *connection = calloc(1, sizeof(*connection));
-    if (!connection) {
-        close(fd);
-        return client_fail(-ENOMEM, "%s: no memory for a session", client->pool);
-    }
+    if (!connection)
+        return NULL;
     atomic_store(&connection->refs, 1);
     pthread_mutex_init(&connection->lock, NULL);
     pthread_mutex_init(&connection->send_lock, NULL);
@@ -274,8 +270,22 @@ int connection_open(struct kvfs_client *client, struct connection **out) {
     pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
     pthread_cond_init(&connection->lane_idle, &attributes);
     pthread_cond_init(&connection->answered, &attributes);
+    connection->socket = connection->descriptor = -1;
+    return connection;
+}
+
+int connection_open(struct kvfs_client *client, struct connection **out) {
+    uint64_t deadline = now_ns() + client->options.timeout_ms * 1000000ull, listener[4];
+    listener_of(client, listener); /* first: a daemon that comes meanwhile is another one */
+    int fd = socket_open(client, deadline);
+    if (fd < 0)
+        return fd;
+    struct connection *connection = connection_new();
+    if (!connection) {
+        close(fd);
+        return client_fail(-ENOMEM, "%s: no memory for a session", client->pool);
+    }
     connection->socket = fd;
-    connection->descriptor = -1;
     memcpy(connection->listener, listener, sizeof(listener));
     int r = connection_agree(client, connection, deadline);
     if (r == 0)
@@ -303,6 +313,22 @@ void client_prune(struct kvfs_client *client) {
     }
 }
 
+void client_leave(struct kvfs_client *client) {
+    struct connection *old = client->connection, *none = old->fds ? connection_new() : NULL;
+    if (!none)
+        return;
+    memcpy(none->uuid, old->uuid, sizeof(none->uuid));
+    memcpy(none->listener, old->listener, sizeof(none->listener));
+    none->array.geometry = old->array.geometry;
+    none->memory_alignment = old->memory_alignment;
+    none->verify = old->verify;
+    none->gone = none->closed = true;
+    old->next = client->retired;
+    client->retired = old;
+    client->connection = none;
+    client_prune(client);
+}
+
 int connection_get(struct kvfs_client *client, struct connection **out) {
     if (client->pid != getpid())
         return client_fail(-ECHILD, "%s: this client was connected by process %d; after fork() connect again", client->path, (int)client->pid);
@@ -326,9 +352,12 @@ int connection_get(struct kvfs_client *client, struct connection **out) {
             client_prune(client);
             client->connection = connection = fresh;
             TALLY(client, reconnects, 1);
+            if (client->watch_fd >= 0) /* another socket is to be watched */
+                wake_fd(client->watch_fd);
         } else if (r == -ENOTCONN && connection->closed) {
+            client_leave(client);
             r = client_fail(-ENOTCONN, "%s: unmounted", client->path);
-        } else if (connection->verify && (r == -ENOTCONN || (r == -ETIMEDOUT && listener_is_same(client, connection)))) {
+        } else if (connection->verify && !connection->closed && (r == -ENOTCONN || (r == -ETIMEDOUT && listener_is_same(client, connection)))) {
             connection->silent = r == -ETIMEDOUT;
             r = 0;
         }
@@ -379,7 +408,7 @@ int writer_get(struct kvfs_client *client, struct connection **out) {
     int r = daemon_get(client, out);
     if (r == 0 && !(*out)->writable) {
         connection_put(*out);
-        r = client_fail(-EROFS, "%s: the daemon gave this user no right to write", client->path);
+        r = client_fail(-EROFS, "%s: the pool is mounted read-only", client->path);
     }
     return r;
 }

@@ -3,6 +3,7 @@
 
 #include <stdarg.h>
 #include <stdio.h>
+#include <sys/resource.h>
 
 static _Thread_local char message[768];
 
@@ -12,6 +13,18 @@ int client_fail(int error, const char *format, ...) {
     vsnprintf(message, sizeof(message), format, arguments);
     va_end(arguments);
     return error;
+}
+
+/* In words: why there is no descriptor (errno). */
+const char *descriptor_reason(int error) {
+    static _Thread_local char text[128];
+    struct rlimit limit;
+    if (error == EMFILE && getrlimit(RLIMIT_NOFILE, &limit) == 0)
+        snprintf(text, sizeof(text), "this process has all the %llu descriptors that it may have (RLIMIT_NOFILE)",
+                 (unsigned long long)limit.rlim_cur);
+    else
+        snprintf(text, sizeof(text), "%s", error == ENFILE ? "the machine has no descriptor left (fs.file-max)" : strerror(error));
+    return text;
 }
 
 const char *kvfs_error(void) { return message; }

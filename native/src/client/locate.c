@@ -1,4 +1,5 @@
 /* Where the pool of a path is, and its daemon. */
+#include "base/descriptor.h"
 #include "client/client.h"
 #include "client/mountinfo.h"
 
@@ -30,7 +31,7 @@ int pool_of(const char *path, char pool[4096], uint64_t *base) {
     *base = st.stx_ino;
     FILE *mounts = fopen("/proc/self/mountinfo", "re");
     if (!mounts)
-        return client_fail(-errno, "/proc/self/mountinfo: %s", strerror(errno));
+        return client_fail(-errno, "/proc/self/mountinfo: %s", descriptor_reason(errno));
     char *line = NULL;
     size_t capacity = 0;
     int r = client_fail(-EINVAL, "%s: its mount is not in /proc/self/mountinfo", path);
@@ -82,12 +83,14 @@ int socket_open(struct kvfs_client *client, uint64_t deadline_ns) {
     int directory = -1;
     /* sockaddr_un has 108 bytes; a longer path goes by the directory's descriptor, which a process that was setuid may not follow. */
     if ((size_t)snprintf(address.sun_path, sizeof(address.sun_path), "%s/control.sock", client->pool) >= sizeof(address.sun_path)) {
-        directory = open(client->pool, O_PATH | O_DIRECTORY | O_CLOEXEC);
+        directory = descriptor_above(open(client->pool, O_PATH | O_DIRECTORY | O_CLOEXEC));
+        if (directory < 0 && (errno == EMFILE || errno == ENFILE))
+            return client_fail(-errno, "%s: %s", client->pool, descriptor_reason(errno));
         if (directory < 0)
             return client_fail(errno == EACCES ? -EACCES : -ENOTCONN, "%s: %s", client->pool, strerror(errno));
         snprintf(address.sun_path, sizeof(address.sun_path), "/proc/self/fd/%d/control.sock", directory);
     }
-    int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    int fd = descriptor_above(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
     int r = fd < 0 ? -errno : 0;
     while (r == 0 && connect(fd, (struct sockaddr *)&address, sizeof(address)) < 0) {
         r = errno == EINTR ? 0 : -errno;
@@ -102,6 +105,8 @@ int socket_open(struct kvfs_client *client, uint64_t deadline_ns) {
         return fd;
     if (fd >= 0)
         close(fd);
+    if (r == -EMFILE || r == -ENFILE)
+        return client_fail(r, "%s: no descriptor for a connection: %s", client->pool, descriptor_reason(-r));
     if (r == -EACCES)
         return client_fail(r, "%s/control.sock: this user may not connect", client->pool);
     const char *why = r == -ENOENT || r == -ECONNREFUSED ? "it is not mounted" : strerror(-r);

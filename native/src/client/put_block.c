@@ -46,8 +46,8 @@ static void write_done(struct io_group *group, bool reaped) {
     if (reaped || !group->expired)
         item->groups_held--;
     if (!reaped) {
-        if (group->result && !item->error)
-            item->error = group->result;
+        if (group->result && !item->error) /* EFBIG is the daemon's: no pool has room for it */
+            item->error = group->result == -EFBIG ? -EOVERFLOW : group->result;
         item_advance(item);
     } else if (item->groups_held == 0 && item->dismissed) {
         item_end(item); /* given up on long ago; its device has answered */

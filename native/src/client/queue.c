@@ -1,6 +1,7 @@
 /* Batches that run beside their submitter. A reader keeps blocks of many batches in flight on one lane; a writer puts and deletes, in the order of
  * submission. A batch belongs to one list at a time: those that wait, then a thread, then those that completed.
  */
+#include "base/descriptor.h"
 #include "client/client.h"
 
 #include <signal.h>
@@ -573,10 +574,10 @@ int kvfs_queue_open(struct kvfs_client *client, uint32_t depth, struct kvfs_queu
     pthread_cond_init(&queue->writer_wait, &attributes);
     pthread_cond_init(&queue->ended, &attributes);
     pthread_condattr_destroy(&attributes);
-    queue->fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
-    queue->wake = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+    queue->fd = descriptor_above(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
+    queue->wake = descriptor_above(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
     if (queue->fd < 0 || queue->wake < 0) {
-        int error = client_fail(-errno, "%s: no eventfd for a queue: %s", client->path, strerror(errno));
+        int error = client_fail(-errno, "%s: no eventfd for a queue: %s", client->path, descriptor_reason(errno));
         queue_free(queue);
         return error;
     }

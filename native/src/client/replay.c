@@ -1,6 +1,7 @@
 /* kvfs_replay.h. A replay's `threads` threads serve requests; on a directory they hand blocks to two pools of I/O threads, as engines do.
  * One pool loads, one stores. A client has its own depth and needs no pools.
  */
+#include "base/descriptor.h"
 #include "base/base.h"
 #include "kvfs_replay.h"
 
@@ -265,7 +266,7 @@ static bool file_load(struct serving *serving, uint32_t block, unsigned char *da
     struct kvfs_replay *replay = run->replay;
     char name[NAME_SIZE];
     name_of(replay->hashes[block], name);
-    int file = openat(replay->directory, name, O_RDONLY | O_CLOEXEC | (replay->flags & KVFS_REPLAY_BUFFERED ? 0 : O_DIRECT));
+    int file = descriptor_above(openat(replay->directory, name, O_RDONLY | O_CLOEXEC | (replay->flags & KVFS_REPLAY_BUFFERED ? 0 : O_DIRECT)));
     int result = file < 0 ? -errno : transfer(file, data, replay->block_size, false);
     if (!result && replay->flags & KVFS_REPLAY_TOUCH) {
         const struct timespec times[2] = {{.tv_nsec = UTIME_NOW}, {.tv_nsec = UTIME_OMIT}};
@@ -289,11 +290,11 @@ static int file_write(struct run *run, uint64_t hash, const char *name, unsigned
     snprintf(temporary, sizeof(temporary), "%s/.%016" PRIx64 ".%d.%" PRIu64 ".tmp", directory, hash, (int)getpid(),
              __atomic_fetch_add(&written, 1, __ATOMIC_RELAXED));
     int flags = O_CREAT | O_EXCL | O_WRONLY | O_CLOEXEC | (replay->flags & KVFS_REPLAY_BUFFERED ? 0 : O_DIRECT);
-    int file = openat(replay->directory, temporary, flags, 0644);
+    int file = descriptor_above(openat(replay->directory, temporary, flags, 0644));
     if (file < 0 && errno == ENOENT) {
         if (mkdirat(replay->directory, directory, 0755) && errno != EEXIST)
             return -errno;
-        file = openat(replay->directory, temporary, flags, 0644);
+        file = descriptor_above(openat(replay->directory, temporary, flags, 0644));
     }
     if (file < 0)
         return -errno;

@@ -1,4 +1,5 @@
 /* Frames to and from the daemon (wire_format.h): sent whole, received by whichever thread waits. */
+#include "base/descriptor.h"
 #include "client/client.h"
 
 #include <poll.h>
@@ -43,7 +44,15 @@ int wire_send_all(int fd, const void *head, uint64_t head_size, const void *data
     return 0;
 }
 
-/* Exactly size bytes; descriptors that come with them go to fds (KVFS_WIRE_FDS_MAX), or are closed. */
+/* A descriptor was sent, and is lost. Whose limit was it? Asked of the kernel, which has not said so. */
+static int no_place(int fd) {
+    int another = fcntl(fd, F_DUPFD_CLOEXEC, DESCRIPTOR_MIN), error = errno;
+    if (another >= 0)
+        close(another);
+    return another < 0 && error == ENFILE ? -ENFILE : -EMFILE;
+}
+
+/* Exactly size bytes; descriptors that come with them go to fds (KVFS_WIRE_FDS_MAX), or are closed. -EMFILE, -ENFILE: some found no place here. */
 int wire_receive_all(int fd, void *data, uint64_t size, uint64_t deadline_ns, int *fds, uint32_t *fd_count) {
     uint8_t *at = data;
     union {
@@ -73,12 +82,17 @@ int wire_receive_all(int fd, void *data, uint64_t size, uint64_t deadline_ns, in
             for (uint32_t i = 0; i < count; i++) {
                 int got;
                 memcpy(&got, CMSG_DATA(part) + i * sizeof(int), sizeof(int));
-                if (fds && *fd_count < KVFS_WIRE_FDS_MAX)
+                got = descriptor_above(got);
+                if (got < 0)
+                    message.msg_flags |= MSG_CTRUNC;
+                else if (fds && *fd_count < KVFS_WIRE_FDS_MAX)
                     fds[(*fd_count)++] = got;
                 else
                     close(got);
             }
         }
+        if (message.msg_flags & MSG_CTRUNC)
+            return no_place(fd);
         at += n;
         size -= (uint64_t)n;
     }
@@ -131,9 +145,10 @@ static ssize_t connection_read(struct connection *connection, void *data, uint64
         for (uint32_t i = 0; i < count; i++) {
             int got;
             memcpy(&got, CMSG_DATA(part) + i * sizeof(int), sizeof(int));
+            got = descriptor_above(got);
             if (connection->descriptor < 0 && connection->received == 0)
                 connection->descriptor = got;
-            else
+            else if (got >= 0)
                 close(got);
         }
     }

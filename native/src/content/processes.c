@@ -2,6 +2,7 @@
  * And a walk, which looks at all there is, uses nothing.
  *
  * All is a guess and a hint. A place may be another process's in the next moment. */
+#include "base/descriptor.h"
 #include "content/content.h"
 
 #include <fcntl.h>
@@ -24,7 +25,7 @@ static uint64_t milliseconds_now(void) {
 static uint32_t process_read(uint32_t thread) {
     char path[32], text[512];
     snprintf(path, sizeof(path), "/proc/%u/status", thread);
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    int fd = descriptor_above(open(path, O_RDONLY | O_CLOEXEC));
     if (fd < 0)
         return thread;
     ssize_t size = read(fd, text, sizeof(text) - 1);

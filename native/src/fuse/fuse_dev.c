@@ -1,4 +1,5 @@
 /* The /dev/fuse transport: server threads, each with a clone of the device. */
+#include "base/descriptor.h"
 #include "fuse/fuse.h"
 
 #include <fcntl.h>
@@ -82,7 +83,7 @@ static const struct transport_ops fuse_ops = {fuse_serve, fuse_arm, fuse_reply, 
 /* The device itself for the first server, clones of it for the others. */
 static int fuse_open(int fd, bool clone) {
     if (clone) {
-        int copy = open("/dev/fuse", O_RDWR | O_CLOEXEC);
+        int copy = descriptor_above(open("/dev/fuse", O_RDWR | O_CLOEXEC));
         uint32_t source = (uint32_t)fd;
         if (copy < 0 || ioctl(copy, FUSE_DEV_IOC_CLONE, &source) < 0) {
             int error = -errno;

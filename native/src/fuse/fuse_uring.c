@@ -9,6 +9,7 @@
  *
  * INIT, FORGET and INTERRUPT still come by /dev/fuse, and notifications go there. The leader reads it. If the kernel refuses an entry it sends
  * everything by /dev/fuse, as before. Source: Documentation/filesystems/fuse/fuse-io-uring.rst and include/uapi/linux/fuse.h of Linux 6.14. */
+#include "base/descriptor.h"
 #include "fuse/fuse.h"
 
 #include <pthread.h>
@@ -79,7 +80,7 @@ uint32_t uring_cpus_count(const char *text) {
 
 static uint32_t queues_count(void) {
     char text[4096];
-    int fd = open(POSSIBLE_CPUS, O_RDONLY | O_CLOEXEC);
+    int fd = descriptor_above(open(POSSIBLE_CPUS, O_RDONLY | O_CLOEXEC));
     ssize_t n = fd < 0 ? -1 : read(fd, text, sizeof(text) - 1);
     if (fd >= 0)
         close(fd);

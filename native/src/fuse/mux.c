@@ -3,6 +3,7 @@
  *
  * The kernel's INIT never gets here: the session has one constant INIT of its own. Python's file handle is the inode number; the kernel's handles are
  * ours. */
+#include "base/descriptor.h"
 #include "pod/foreign.h"
 #include "fuse/fuse.h"
 
@@ -115,7 +116,7 @@ int kvfs_session_open(struct kvfs_plane *plane) {
     int fds[2];
     if (mux->fd >= 0)
         return -EBUSY;
-    if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, fds) < 0)
+    if (descriptors_above(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, fds), fds) < 0)
         return -errno;
     int size = 4 << 20;
     for (int i = 0; i < 2; i++) {

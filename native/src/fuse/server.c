@@ -6,6 +6,7 @@
  *
  * A thread polls for a short while before it sleeps, if at most one client seems active and its last requests came within such a while. One
  * thread of the plane polls at a time. */
+#include "base/descriptor.h"
 #include "fuse/fuse.h"
 
 #include <fcntl.h>
@@ -234,7 +235,7 @@ int server_init(struct transport *transport, uint32_t index, int fd) {
     server->transport = transport;
     server->index = index;
     server->fd = fd;
-    server->wake_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+    server->wake_fd = descriptor_above(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
     if (server->wake_fd < 0)
         return -errno;
     server->head = malloc(REQUEST_SMALL + 8);

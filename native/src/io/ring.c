@@ -3,6 +3,7 @@
  * A group is one run of a segment's pages. It becomes one part, a vectored I/O, on each device of the stripe that it touches. A group that
  * misses its deadline is reported at once and cancelled. Its memory stays the kernel's until every part has been reaped (I5).
  */
+#include "base/descriptor.h"
 #include "io/ring.h"
 
 #include <poll.h>
@@ -10,7 +11,8 @@
 /* A device that missed a deadline gets no I/O for the time of so many deadlines. Until then the daemon has judged it. */
 #define STUCK_FACTOR 4u
 
-__attribute__((noinline)) int kvfs_own_descriptor(int fd) { return fd; }
+__attribute__((noinline)) int kvfs_own_descriptor(int fd) { return descriptor_above(fd); }
+__attribute__((noinline)) void kvfs_own_close(int fd) { close(fd); }
 
 static int setup(struct ring *ring, struct kvfs_array *array, unsigned entries, bool wide) {
     memset(ring, 0, sizeof(*ring));
@@ -33,6 +35,12 @@ static int setup(struct ring *ring, struct kvfs_array *array, unsigned entries, 
     ring->uring.ring_fd = kvfs_own_descriptor(ring->uring.ring_fd);
     if (same)
         ring->uring.enter_ring_fd = ring->uring.ring_fd;
+    if (ring->uring.ring_fd < 0) {
+        r = -errno;
+        ring->array = NULL;
+        io_uring_queue_exit(&ring->uring);
+        return r;
+    }
     ring->devices_seen = atomic_load(&array->devices_changed);
     int *fds = calloc(array->device_count, sizeof(int));
     ring->delayed = calloc(RING_DELAYED_MAX, sizeof(*ring->delayed));

@@ -19,9 +19,11 @@ struct io_group;
  * `reaped` is true. */
 typedef void (*io_callback)(struct io_group *group, bool reaped);
 
-/* Of a ring: the descriptor that it goes on with, instead of this one. Exported by libkvfs for libkvfs_preload, which has its own: a program that
- * closes all descriptors leaves those alone. Else it is the same. */
+/* Of a ring: the descriptor that it goes on with, instead of this one, or -1 and errno. Exported by libkvfs for libkvfs_preload, which has its own: a
+ * program that closes all descriptors leaves those alone. */
 int kvfs_own_descriptor(int fd);
+/* Of one that a thread of our own may close: libkvfs_preload keeps others from closing it. */
+void kvfs_own_close(int fd);
 
 struct io_part {
     struct io_group *group;

@@ -1,4 +1,5 @@
 /* The writer of the pod map: its memory, lives of segments, shapes, and the sweep. Layout and protocol: pod_layout.h. */
+#include "base/descriptor.h"
 #include "pod/pod_layout.h"
 #include "base/sealed_memory.h"
 
@@ -71,7 +72,7 @@ int kvfs_pod_create(const struct kvfs_pod_config *config, struct kvfs_pod **out)
     pod->constants = constants;
     pod->secret = config->secret;
     pod_lay_out(pod);
-    pod->fd = memfd_create("kvfs-pod-map", MFD_ALLOW_SEALING | MFD_CLOEXEC);
+    pod->fd = descriptor_above(memfd_create("kvfs-pod-map", MFD_ALLOW_SEALING | MFD_CLOEXEC));
     if (pod->fd < 0 || ftruncate(pod->fd, (off_t)pod->constants.size) < 0)
         goto failed;
     memory = mmap(NULL, pod->constants.size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, pod->fd, 0);

@@ -7,6 +7,7 @@
  * thread is awake wake_at is 0. A producer publishes its item, then reads wake_at. The thread writes wake_at, then looks at the ring. So one of them
  * sees the other.
  */
+#include "base/descriptor.h"
 #include "pod/pod_layout.h"
 
 #include <sys/eventfd.h>
@@ -523,7 +524,7 @@ int kvfs_news_create(const struct kvfs_news_config *config, struct kvfs_news **o
     news->heap = calloc(news->held_max, sizeof(*news->heap));
     news->chains = calloc(news->chain_count, sizeof(*news->chains));
     news->packing = malloc(sizeof(*news->packing));
-    news->fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+    news->fd = descriptor_above(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
     if (!news->ring || !news->held || !news->heap || !news->chains || !news->packing || news->fd < 0) {
         int r = news->fd < 0 ? -errno : -ENOMEM;
 

@@ -1,4 +1,5 @@
 /* Exports: the life of guests, from the listening socket of a front end to the end of their threads. */
+#include "base/descriptor.h"
 #include "virtiofs/virtio.h"
 
 #include <fcntl.h>
@@ -33,7 +34,7 @@ int guest_new(struct kvfs_plane *plane, const struct kvfs_virtiofs_config *confi
     guest->queue_count = config->queue_count + 1;
     guest->listen_fd = -1;
     guest->owner.of = 1;
-    guest->stop_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+    guest->stop_fd = descriptor_above(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
     transport->plane = plane;
     transport->ops = &guest_ops;
     transport->guest = guest;
@@ -45,7 +46,7 @@ int guest_new(struct kvfs_plane *plane, const struct kvfs_virtiofs_config *confi
     for (uint32_t i = 0; i < guest->queue_count; i++)
         virtqueue_init(&guest->queues[i], i);
     for (uint32_t i = 0; i < plane->config.server_threads && r == 0; i++) {
-        int fd = epoll_create1(EPOLL_CLOEXEC);
+        int fd = descriptor_above(epoll_create1(EPOLL_CLOEXEC));
         r = fd < 0 ? -errno : server_init(transport, i, fd);
         struct server *server = &transport->servers[i];
         if (r == 0 && !(server->chain = malloc(sizeof(*server->chain))))
@@ -67,7 +68,7 @@ static bool stopped(const struct guest *guest) { return atomic_load(&guest->stop
 static void listen_end(struct guest *guest) {
     int fd = -1;
     shutdown(guest->listen_fd, SHUT_RDWR);
-    while (porters_have_room(guest->porters) && (fd = accept4(guest->listen_fd, NULL, NULL, SOCK_CLOEXEC)) >= 0)
+    while (porters_have_room(guest->porters) && (fd = descriptor_above(accept4(guest->listen_fd, NULL, NULL, SOCK_CLOEXEC))) >= 0)
         porter_end(porter_start(guest->porters, &guest->config, fd), fd);
     if (fd < 0 && porters_have_room(guest->porters))
         close(guest->listen_fd);
@@ -90,9 +91,12 @@ static void *guest_main(void *argument) {
         struct pollfd polls[2] = {{.fd = room ? guest->listen_fd : -1, .events = POLLIN}, {.fd = guest->stop_fd, .events = POLLIN}};
         if (poll(polls, 2, room ? 60000 : 1000) <= 0 || !(polls[0].revents & POLLIN))
             continue;
-        int fd = accept4(guest->listen_fd, NULL, NULL, SOCK_CLOEXEC);
-        if (fd < 0) {
-            usleep(10000); /* gone already, or no descriptor left: the socket stays readable */
+        int fd = descriptor_above(accept4(guest->listen_fd, NULL, NULL, SOCK_CLOEXEC));
+        if (fd < 0) { /* gone already, or no descriptor left: the socket stays readable */
+            bool none = errno == EMFILE || errno == ENFILE;
+            if (none)
+                guest_error(guest, UINT32_MAX, -errno);
+            usleep(none ? 1000000 : 10000);
             continue;
         }
         atomic_store(&guest->connected, 1);
@@ -133,7 +137,7 @@ int kvfs_virtiofs_add(struct kvfs_plane *plane, int listen_fd, const struct kvfs
     int r = guest_new(plane, config, &guest);
     if (r < 0)
         return r;
-    guest->listen_fd = fcntl(listen_fd, F_DUPFD_CLOEXEC, 0);
+    guest->listen_fd = fcntl(listen_fd, F_DUPFD_CLOEXEC, DESCRIPTOR_MIN);
     int flags = guest->listen_fd < 0 ? -1 : fcntl(guest->listen_fd, F_GETFL);
     if (flags < 0 || fcntl(guest->listen_fd, F_SETFL, flags | O_NONBLOCK) < 0)
         r = -errno;

@@ -9,6 +9,7 @@
  * long as its maker has set.
  *
  * System calls are made directly, as sanitizers believe that a process has one table. */
+#include "base/descriptor.h"
 #include "virtiofs/virtio.h"
 
 #include <linux/close_range.h>
@@ -126,8 +127,13 @@ static void *porter_main(void *argument) {
     long r = syscall(SYS_close_range, high + 1, ~0u, CLOSE_RANGE_UNSHARE);
     if (r == 0 && low)
         r = syscall(SYS_close_range, 0, low - 1, 0);
+    long filled = 0; /* descriptors of front ends are above 2 in this table, too */
+    while (r == 0 && filled >= 0 && filled < DESCRIPTOR_MIN)
+        filled = syscall(SYS_openat, AT_FDCWD, "/dev/null", O_RDWR | O_CLOEXEC);
     if (r == 0 && high - low > 1)
         r = syscall(SYS_close_range, low + 1, high - 1, 0);
+    if (r == 0 && filled < 0)
+        r = -1;
     m->error = r < 0 ? -errno : 0;
     bool own = r == 0;
     r = message_pass(p->channel, m, NULL, 0); /* from here on the guest's thread has it */
@@ -164,7 +170,7 @@ int porter_start(struct porters *porters, const struct kvfs_virtiofs_config *con
     struct porter *p = calloc(1, sizeof(*p));
     if (!p)
         return -ENOMEM;
-    if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair) < 0) {
+    if (descriptors_above(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair), pair) < 0) {
         int error = -errno;
         free(p);
         return error;

@@ -3,6 +3,7 @@
  *
  * One thread a guest speaks it; servers meanwhile go on with the queues. Every message is checked against its length, its descriptors and the state
  * that it finds. A message that breaks the protocol ends the connection. Descriptors that came with a message are closed unless a part keeps them. */
+#include "base/descriptor.h"
 #include "virtiofs/virtio.h"
 
 #include <linux/virtio_config.h>
@@ -156,6 +157,13 @@ static int message_receive(int channel, struct vhost_message *message, int *refu
     if (c) {
         message->fd_count = (uint32_t)((c->cmsg_len - CMSG_LEN(0)) / sizeof(int));
         memcpy(message->fds, CMSG_DATA(c), message->fd_count * sizeof(int));
+    }
+    bool lost = false; /* there is no number above 2 */
+    for (uint32_t i = 0; i < message->fd_count; i++)
+        lost = (message->fds[i] = descriptor_above(message->fds[i])) < 0 || lost;
+    if (lost) {
+        fds_close(message);
+        return -EMFILE;
     }
     if (ported.error)
         return ported.error;
@@ -438,7 +446,7 @@ static int get_inflight_fd(struct front_end *front, struct vhost_message *messag
         return -EINVAL;
     layout->map_size = inflight_step(layout) * layout->queue_count;
     layout->map_offset = 0;
-    int fd = memfd_create("kvfs-inflight", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    int fd = descriptor_above(memfd_create("kvfs-inflight", MFD_CLOEXEC | MFD_ALLOW_SEALING));
     int r = fd < 0 || ftruncate(fd, (off_t)layout->map_size) < 0 ? -errno : 0;
     if (r == 0 && fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) < 0)
         r = -errno;
@@ -577,7 +585,7 @@ void vhost_user_serve(struct guest *guest, int fd) {
             break;
         }
         if (polls[0].revents == 0) {
-            int second = accept4(guest->listen_fd, NULL, NULL, SOCK_CLOEXEC);
+            int second = descriptor_above(accept4(guest->listen_fd, NULL, NULL, SOCK_CLOEXEC));
             if (second >= 0)
                 porter_end(porter_start(guest->porters, &guest->config, second), second);
             continue;

@@ -1,4 +1,5 @@
 /* Guest memory, and split virtqueues in it: indirect descriptors, EVENT_IDX, in-flight tracking. virtio 1.1, section 2.6. */
+#include "base/descriptor.h"
 #include "virtiofs/virtio.h"
 
 #include <sys/stat.h>
@@ -152,6 +153,12 @@ static int bell_set(struct bell *bell, int fd) {
     if (fd < 0)
         return 0;
     int r = bell->made ? 0 : io_uring_queue_init(1, &bell->ring, 0);
+    if (r == 0 && !bell->made) {
+        bell->ring.ring_fd = bell->ring.enter_ring_fd = descriptor_above(bell->ring.ring_fd);
+        r = bell->ring.ring_fd < 0 ? -errno : 0;
+        if (r < 0)
+            io_uring_queue_exit(&bell->ring);
+    }
     if (r == 0) {
         bell->made = true;
         r = io_uring_register_eventfd(&bell->ring, fd);

@@ -205,6 +205,14 @@ static void files() {
     CHECK(engine->registerMem({{0, 0, 1}, "ro:" + path}, Memory::file, none) == Status::not_found && !none);
     CHECK(engine->registerMem({{0, 0, 1}, "rw,create:/proc/version"}, Memory::file, none) != Status::success && !none);
     CHECK(engine->registerMem({{0, 0, 999}, ""}, Memory::file, none) == Status::invalid_parameter && !none);
+    /* Nothing is made beside the mount, nor through a link on it. */
+    char beside[] = "/tmp/kvfs-drive-XXXXXX";
+    CHECK(mkdtemp(beside));
+    std::string outside = std::string(beside) + "/made", link = mount + "/drive link";
+    CHECK(symlink(outside.c_str(), link.c_str()) == 0);
+    for (const std::string &path : {outside, link, link + "/made", mount + "/drive link/"})
+        CHECK(engine->registerMem({{0, 0, 1}, "rw,create:" + path}, Memory::file, none) != Status::success && !none);
+    CHECK(access(outside.c_str(), F_OK) < 0 && unlink(link.c_str()) == 0 && rmdir(beside) == 0);
     Metadata *file = registered(engine, Memory::file, 1, "rw,create:" + path);
     CHECK(engine->registerMem({{0, 0, 1}, "ro:" + mount}, Memory::file, none) != Status::success);
     std::vector<Part> from, to, remote;

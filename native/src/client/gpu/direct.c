@@ -5,6 +5,7 @@
  * that they need are left to it. A read is believed after two proofs. First the GPU computes the checksums, once the last part has ended. Then the
  * device and the table say that the block still lies there (I10).
  */
+#include "base/descriptor.h"
 #include "client/client.h"
 #include "client/gpu/direct.h"
 
@@ -564,7 +565,7 @@ static int canary(struct direct *direct, uint32_t i, cuda_pointer memory, uint8_
         return client_fail(-ENOMEM, "no memory for a canary");
     }
     read->host = host;
-    read->fd = fcntl(direct->fds[i], F_DUPFD_CLOEXEC, 0);
+    read->fd = fcntl(direct->fds[i], F_DUPFD_CLOEXEC, DESCRIPTOR_MIN);
     read->parts[0] = (struct direct_part){.read = read, .handle = direct->handles[i], .device = i, .to = memory, .size = CANARY_SIZE};
     int r = read->fd < 0 ? client_fail(-errno, "dup: %s", strerror(errno)) : CUDA(direct, cuMemsetD8, memory, 0xa5, CANARY_SIZE);
     if (r == 0)
@@ -625,7 +626,7 @@ static int connection_register(struct direct *direct) {
     if (!direct->fds || !direct->handles)
         return client_fail(-ENOMEM, "no memory for %u devices", count);
     for (uint32_t i = 0; i < count; i++) {
-        int fd = fcntl(connection->fds[i], F_DUPFD_CLOEXEC, 0);
+        int fd = fcntl(connection->fds[i], F_DUPFD_CLOEXEC, DESCRIPTOR_MIN);
         struct cufile_description description = {.type = 1, .fd = fd};
         if (fd < 0)
             return client_fail(-errno, "device %u: dup: %s", i, strerror(errno));

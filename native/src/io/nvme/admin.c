@@ -1,6 +1,7 @@
 /* An association with an NVMe controller, for callers that may wait: Connect, properties, Identify, features, discovery. NVMe base 2.0,
  * chapters 3, 5 and 6. Also Python's calls about a namespace: its size, its labels (kvfs_plane.h).
  */
+#include "base/descriptor.h"
 #include "io/nvme/tcp.h"
 
 #include <fcntl.h>
@@ -386,7 +387,7 @@ int kvfs_nvme_descriptor(const struct kvfs_nvme_target *target) {
         return r;
     struct kvfs_nvme_target stored = *target;
     stored.magic = TARGET_MAGIC;
-    int fd = memfd_create("kvfs-nvme-tcp", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    int fd = descriptor_above(memfd_create("kvfs-nvme-tcp", MFD_CLOEXEC | MFD_ALLOW_SEALING));
     const int seals = F_SEAL_WRITE | F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
     if (fd >= 0 && (write(fd, &stored, sizeof(stored)) != sizeof(stored) || fcntl(fd, F_ADD_SEALS, seals) < 0)) {
         r = -errno;

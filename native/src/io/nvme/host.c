@@ -4,6 +4,7 @@
  * An association lives and dies as a whole: when one queue's connection breaks, all are shut down. A namespace is used again only if it is
  * the same one, and its label names this pool, this device and this mount.
  */
+#include "base/descriptor.h"
 #include "io/nvme/tcp.h"
 
 #include <poll.h>
@@ -398,7 +399,7 @@ static struct nvme_host *host_of(struct kvfs_array *array, const struct kvfs_nvm
     pthread_condattr_init(&attributes);
     pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
     pthread_cond_init(&host->changed, &attributes);
-    host->wake_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+    host->wake_fd = descriptor_above(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
     host->next = array->hosts;
     array->hosts = host;
     return host->wake_fd < 0 ? NULL : host;

@@ -3,6 +3,7 @@
  * Received data goes from the socket straight to the command's memory, and the next PDU's header comes with the same system call. Sends are
  * gathered over several commands. All input is checked (I18): a PDU that breaks a rule ends the connection, with a reason in words.
  */
+#include "base/descriptor.h"
 #include "io/nvme/tcp.h"
 
 #include <netinet/tcp.h>
@@ -83,7 +84,7 @@ void nvme_link_free(struct nvme_link *link) {
 
 int nvme_link_connect(struct nvme_link *link, const struct sockaddr_storage *address, bool header_digest, bool data_digest) {
     assert(link->state == NVME_LINK_CLOSED && link->fd < 0);
-    int fd = socket(address->ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0), one = 1;
+    int fd = descriptor_above(socket(address->ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0)), one = 1;
     if (fd < 0)
         return nvme_link_fail(link, -errno, "socket: %s", strerror(errno));
     setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof(one));
