@@ -533,6 +533,10 @@ class Plane:
         """An OpenState. Eviction may take an inode that is open beyond its users' shares."""
         return _check(lib.kvfs_inode_is_open(self._plane, inode), f"inode {inode}")
 
+    def inode_overtaken(self, inode: int, version: int) -> int:
+        """As inode_is_open(). While it is being written, an OVERTAKEN event of this version follows at the end."""
+        return _check(lib.kvfs_inode_overtaken(self._plane, inode, version), f"inode {inode}")
+
     # ---- files being written ----
 
     def file_create(self, inode: int) -> int:

@@ -225,7 +225,7 @@ class PodNode:
 
     def _drop(self, conflicts: Sequence[Conflict]) -> None:
         for conflict in conflicts:
-            self._store.blocks.drop_overtaken(conflict.inode, conflict.own_version)
+            self._store.blocks.drop_overtaken(conflict.inode, conflict.version)
 
     # ---- what others ask about this node's blocks: the feed's threads call ----
 

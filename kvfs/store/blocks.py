@@ -192,15 +192,19 @@ class Blocks:
 
     @step
     def drop_overtaken(self, number: InodeNumber, version: int) -> None:
-        """In a pod: another node has stored or removed its name later. `version`: of this node's block, which lost."""
+        """In a pod: another node has stored or removed its name later. `version`: an own block of at most this one lost.
+
+        A file that is being written is mostly stored again, under a higher version. Or its seal was under way before
+        the other's news came, or its writer closes it unchanged. So it is looked at once more when nobody writes it.
+        """
         inode = self.index.get(number)
         if inode is not None and inode.kind == Kind.DIRECTORY:
             self._look_at_directory(inode, version)
             return
         if inode is None or inode.nameless or not inode.sealed or inode.version > version:
             return
-        if self.plane.inode_is_open(number) == OpenState.BEING_WRITTEN:
-            return  # it is stored again, under a higher version
+        if self.plane.inode_overtaken(number, version) == OpenState.BEING_WRITTEN:
+            return
         self._take_name(inode)
         self.tell_hosts()
 

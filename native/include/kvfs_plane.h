@@ -170,9 +170,11 @@ enum kvfs_event_type {
     KVFS_EVENT_SLAB_WANTED = 12, /* a file of `value` bytes without content is written with O_DIRECT: make it a slab, then call
                                   * kvfs_slab_answer */
     KVFS_EVENT_ROOM = 15,        /* a FLUSH waits for room in a segment: kvfs_flush_wanted() */
-    KVFS_EVENT_OVERTAKEN = 16,   /* another node has stored this inode's name, or removed it, later than this one. value = the version that lost */
-    KVFS_EVENT_PLACES = 14,      /* kvfs_places_noted() has news that are waited for */
-    KVFS_EVENT_SLOW = 13         /* a request of this inode took longer than slow_ms. value = FUSE opcode << 56 | microseconds. Ten a second
+    KVFS_EVENT_OVERTAKEN =
+        16,                 /* another node has stored this inode's name, or removed it, or changed a directory. value = the version up to which this
+                                  * node's own loses */
+    KVFS_EVENT_PLACES = 14, /* kvfs_places_noted() has news that are waited for */
+    KVFS_EVENT_SLOW = 13    /* a request of this inode took longer than slow_ms. value = FUSE opcode << 56 | microseconds. Ten a second
                                  * at most, and no more than ten not yet taken; the others count in slow_requests only */
 };
 struct kvfs_event {
@@ -331,6 +333,9 @@ void kvfs_inode_done(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t 
 /* Beyond share: sealed, and all its users hold more than their share; eviction may take it. Leased: neither, and a lease keeps it. */
 enum kvfs_open_state { KVFS_NOT_OPEN = 0, KVFS_OPEN = 1, KVFS_BEING_WRITTEN = 2, KVFS_OPEN_BEYOND_SHARE = 3, KVFS_LEASED = 4 };
 int kvfs_inode_is_open(struct kvfs_plane *plane, uint64_t inode);
+/* As kvfs_inode_is_open(). Another node's change of this name counts up to this version: KVFS_EVENT_OVERTAKEN tells of it again when a file that is
+ * being written has lost its last writer. Its seal may have been under way already, or none may come. */
+int kvfs_inode_overtaken(struct kvfs_plane *plane, uint64_t inode, uint64_t version);
 
 /* ---- the feed: changes of blocks' names, for native clients that subscribed (block/feed.h) ---- */
 

@@ -232,6 +232,7 @@ struct file {
     bool past_cache, shared;         /* its writer bypasses its kernel's page cache; others have opened it since: cache_bypass() */
     bool slab_asked, slab_refused;   /* asked: Python makes it a slab, and writes wait; refused: it stays a file */
     bool dirty, sealing, spilling, spill_asked, discarded;
+    uint64_t overtaken;  /* up to this version another node's change of its name counts: looked at again when the file ends. 0: none */
     struct desc *sealed; /* the header just written, until seal_end */
     struct request *parked, *parked_last;
 };

@@ -40,6 +40,24 @@ int kvfs_inode_is_open(struct kvfs_plane *plane, uint64_t inode) {
     return state;
 }
 
+int kvfs_inode_overtaken(struct kvfs_plane *plane, uint64_t inode, uint64_t version) {
+    struct shard *shard = shard_of(plane, inode);
+    pthread_mutex_lock(&shard->lock);
+    struct node *node = NULL;
+    int state = open_state(plane, shard, inode, &node);
+    if (state == KVFS_BEING_WRITTEN) {
+        pthread_mutex_lock(&node->lock);
+        struct file *file = node->file;
+        if (!file || file->discarded) /* it has ended meanwhile */
+            state = KVFS_OPEN;
+        else if (version > file->overtaken)
+            file->overtaken = version;
+        pthread_mutex_unlock(&node->lock);
+    }
+    pthread_mutex_unlock(&shard->lock);
+    return state;
+}
+
 /* An inode that lost its name lives on for open handles alone. Its staged content is not sealed. */
 static int nameless(struct kvfs_plane *plane, uint64_t inode, bool linger, int (*change)(struct kvfs_plane *, uint64_t, int keep, const void *),
                     const void *argument) {
