@@ -19,6 +19,7 @@ from kvfs.types import NAME_MAX, InodeNumber
 
 BATCH_SIZE_MAX: int = lib.KVFS_POD_BATCH_SIZE_MAX
 BATCH_RECORDS_MAX: int = lib.KVFS_POD_BATCH_RECORDS_MAX
+DIRECTORY_HERE: int = lib.KVFS_POD_DIRECTORY_HERE
 # struct wire_foreign_block: the key of its name, segment, page.
 _BLOCK = struct.Struct("<16sII")
 FOREIGN_BLOCK_SIZE = _BLOCK.size
@@ -65,8 +66,18 @@ class Foreign(NamedTuple):
     gid: int
 
 
+class Rights(NamedTuple):
+    """Of a directory, with the version of their last change on any node."""
+
+    version: int
+    mode: int
+    uid: int
+    gid: int
+
+
 class Conflict(NamedTuple):
-    """struct kvfs_pod_conflict: this node's own block, which lost against another node's news."""
+    """struct kvfs_pod_conflict: this node's own block, or its directory's rights, that lost against another node's
+    news."""
 
     inode: InodeNumber
     own_version: int
@@ -142,6 +153,13 @@ class PodMap:
         """The block or directory that the name leads to at other nodes."""
         result = lib.kvfs_foreign_find(self._plane, parent, name, len(name), self._record)
         return None if result < 0 else self._foreign(parent, name)
+
+    def rights(self, parent: InodeNumber, name: bytes) -> Rights | None:
+        """Of a directory that other nodes have."""
+        r = self._record
+        if lib.kvfs_foreign_rights(self._plane, parent, name, len(name), r) < 0:
+            return None
+        return Rights(r.version, r.mode, r.uid, r.gid)
 
     def unlink(self, parent: InodeNumber, name: bytes) -> bool:
         """Remove a block's name of another node. False: there is none."""
@@ -266,6 +284,10 @@ class PodMap:
     def flush(self) -> None:
         """All that is held back is due now, names that engines rename aside."""
         lib.kvfs_news_flush(self._news)
+
+    def tell_directories(self) -> int:
+        """Tell once more of all directories that this node has. Returns how many. Any thread."""
+        return cast(int, lib.kvfs_foreign_tell_directories(self._plane))
 
     def life_ended(self, segment: int, generation: int) -> None:
         """A segment of this node is free."""

@@ -132,7 +132,7 @@ def _create(args: argparse.Namespace) -> int:
         )
     )
     with locked(pool, "joining a pod"):
-        node = join(pool, 0)
+        node = join(pool, 0, tell=None if as_json(args) else note)
     config = result.config
     assert config.pod is not None
     document = {
@@ -183,7 +183,7 @@ def _join(args: argparse.Namespace) -> int:
         refuse_inside(pool, args.device)
         import_node(pool, [device_address(device) for device in expanded(args.device)])
     with locked(pool, "joining a pod"):
-        node = join(pool, args.own_slot, force=args.force)
+        node = join(pool, args.own_slot, force=args.force, tell=None if as_json(args) else note)
     config = load(pool)
     assert config is not None
     document = {**_part(pool, config), "slot": node.slot, "node": str(node.uuid)}

@@ -30,7 +30,7 @@ from kvfs.pod.limits import Limits
 from kvfs.pod.member import Identity, LeaseName, Member
 from kvfs.pod.threads import Pod
 from kvfs.pod.url import EngineUrl, parse_urls
-from kvfs.podmap import Conflict, PodMap, PodMapError
+from kvfs.podmap import DIRECTORY_HERE, Conflict, PodMap, PodMapError
 from kvfs.pool.config import PoolConfig
 from kvfs.store.foreign import ForeignLoader, Tombstones
 from kvfs.store.store import Store
@@ -143,6 +143,8 @@ class PodNode:
         self._leases: dict[LeaseName, _Lease] = {}
         self._lease_lock = threading.Lock()
         self._silent_until: dict[int, float] = {}
+        # The start of each other node that was told of this one's directories.
+        self._told: dict[int, int] = {}
         self._nursery: trio.Nursery | None = None
         self._token: trio.lowlevel.TrioToken | None = None
         self._source = NewsSource(podmap)
@@ -194,7 +196,7 @@ class PodNode:
         self.counters.records += applied.records
         self.counters.skipped += applied.skipped
         if applied.conflicts:
-            self.counters.conflicts += len(applied.conflicts)
+            self.counters.conflicts += sum(conflict.kind != DIRECTORY_HERE for conflict in applied.conflicts)
             self._soon(self._drop, applied.conflicts)
         return Applied.DONE
 
@@ -222,6 +224,11 @@ class PodNode:
         self._tombstones.take()
         self._tombstones.tell(slot)
         self._pod.loaded(slot, whole=whole)
+        epoch = next((owner.epoch for owner in self._pod.statistics().owners if owner.slot == slot), -1)
+        if epoch > self._told.get(slot, -1):
+            # It reads this one's flash, where empty directories are not.
+            self._told[slot] = epoch
+            await trio.to_thread.run_sync(self._map.tell_directories)
 
     def _drop(self, conflicts: Sequence[Conflict]) -> None:
         for conflict in conflicts:

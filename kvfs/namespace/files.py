@@ -162,17 +162,18 @@ class Namespace:
     def _enter_foreign(self, parent: InodeNumber, name: bytes) -> Inode | None:
         """Make a directory that another node has. It is told to nobody before something is made in it."""
         assert self._foreign is not None
-        found = self._foreign.directory(parent, name)
+        found = self._foreign.rights(parent, name)
         if found is None or self._index.get(parent) is None:
             return None
         now = time.time_ns()
         inode = Inode(
             inode=self._foreign.directory_number(parent, name), parent=parent, name=name, kind=Kind.DIRECTORY,
             mode=found.mode, uid=found.uid, gid=found.gid, nlink=2, flags=InodeFlags.BORROWED,
-            version=self._blocks.next_version(), mtime_ns=now, ctime_ns=now, atime_ns=now,
+            version=found.version, mtime_ns=now, ctime_ns=now, atime_ns=now,
         )  # fmt: skip
         self._enter(inode, links=1)
-        return inode
+        # News of a moment ago found nothing here.
+        return self._blocks.follow_rights(inode)
 
     async def _take_over(self, number: InodeNumber, *, keep_content: bool = True) -> None:
         """Copy up a block of another node that is about to be changed, and raise StaleInodeError. The kernel then looks
@@ -197,7 +198,8 @@ class Namespace:
 
     @step
     def _own(self, directory: Inode) -> Inode:
-        """Something is made in a directory: the other nodes are told that it is here, too."""
+        """Something is made in a directory, or its rights are set: the other nodes are told that it is here, too. Its
+        version stays: it is of its rights."""
         if InodeFlags.BORROWED not in directory.flags:
             return directory
         above = self._index.get(directory.parent)
@@ -205,7 +207,6 @@ class Namespace:
             self._own(above)
         own = directory.copy()
         own.flags &= ~InodeFlags.BORROWED
-        own.version = self._blocks.next_version()
         self._index.put(own, directory)
         self._plane.name_put(own.pack(), 0)
         return own
@@ -599,6 +600,10 @@ class Namespace:
     def _change(self, number: InodeNumber, changes: Changes) -> Inode:
         """All but a new size, whose content was changed before."""
         before = self.get(number)
+        owner_changed = changes.uid is not None or changes.gid is not None
+        rights = owner_changed or changes.mode is not None
+        if rights and before.kind == Kind.DIRECTORY:
+            before = self._own(before)
         inode = before.copy()
         now = time.time_ns()
         if changes.size is not None:
@@ -612,7 +617,6 @@ class Namespace:
             inode.uid = changes.uid
         if changes.gid is not None:
             inode.gid = changes.gid
-        owner_changed = changes.uid is not None or changes.gid is not None
         if (
             inode.kind == Kind.FILE
             and changes.mode is None
@@ -626,9 +630,8 @@ class Namespace:
             self._set_mtime(number, inode.mtime_ns)
         inode.ctime_ns = now
         self._put(inode)
-        lasting = owner_changed or changes.mode is not None or changes.mtime_ns is not None
-        if lasting and (inode.sealed or inode.kind == Kind.DIRECTORY):
-            self._blocks.renamed(inode)
+        if (rights or changes.mtime_ns is not None) and (inode.sealed or inode.kind == Kind.DIRECTORY):
+            self._blocks.renamed(inode, rights=rights)
         return inode
 
     async def _truncate(self, number: InodeNumber, size: int, *, through_handle: bool = False) -> None:
@@ -849,7 +852,7 @@ class Namespace:
         self._index.put(inode, before)
         self._plane.inode_update(inode.pack())
         if inode.sealed or inode.kind == Kind.DIRECTORY:
-            self._blocks.renamed(inode)
+            self._blocks.renamed(inode, rights=False)
 
     async def set_pinned(self, number: InodeNumber, pinned: bool, user: int = 0) -> None:
         """Keep a file, or everything below a directory, from being evicted; or no longer."""

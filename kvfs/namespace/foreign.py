@@ -11,7 +11,7 @@ import stat
 from collections.abc import Awaitable, Callable
 
 from kvfs.errors import KvfsError, StaleInodeError
-from kvfs.podmap import Foreign, PodMap
+from kvfs.podmap import Foreign, PodMap, Rights
 from kvfs.record import Inode, InodeFlags, Kind, split_records
 from kvfs.store.store import Store
 from kvfs.types import EPOCH_MAX, InodeNumber
@@ -36,6 +36,10 @@ class ForeignNames:
         found = self._map.find(parent, name)
         return found if found is not None and found.directory else None
 
+    def rights(self, parent: InodeNumber, name: bytes) -> Rights | None:
+        """The rights of the directory of this name at other nodes."""
+        return self._map.rights(parent, name)
+
     def directory_number(self, parent: InodeNumber, name: bytes) -> InodeNumber:
         return self._map.directory_number(parent, name, self._secret)
 
@@ -59,7 +63,8 @@ class ForeignNames:
         return self._map.unlink(parent, name)
 
     async def record(self, number: InodeNumber) -> Inode:
-        """The record in the header of another node's block, under its present name. StaleInodeError if it is gone."""
+        """The record in the header of another node's block, under its present name and with its present rights, which
+        the header lacks if they were changed after the seal. StaleInodeError if it is gone."""
         known = self._map.known(number)
         gone = StaleInodeError(f"inode {number:#x}: a block of another node, gone")
         if known is None or not known.name:
@@ -70,9 +75,13 @@ class ForeignNames:
             )
         except KvfsError as error:
             raise gone from error
+        now = self._map.find(known.parent, known.name)
+        if now is None or now.inode != number:
+            raise gone
         for at, size in split_records(found.records):
             inode = Inode.unpack(found.records[at : at + size])
             inode.parent, inode.name = known.parent, known.name
+            inode.mode, inode.uid, inode.gid = stat.S_IFREG | now.mode & 0o7777, now.uid, now.gid
             inode.flags = InodeFlags.SEALED
             return inode
         raise gone

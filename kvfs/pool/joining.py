@@ -6,18 +6,21 @@ each writes, waits, and reads again, as the beats do (heart.py). All calls block
 
 from __future__ import annotations
 
+import itertools
 import uuid as uuids
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from kvfs.errors import DeviceError, InUseError, PoolError, UsageError, printable
 from kvfs.pool import owner
 from kvfs.pool.config import CONFIG_NAME, PoolConfig, load
 from kvfs.pool.devices import Device, DeviceAddress, Tell
 from kvfs.pool.format import BEAT_LEFT, BEAT_RETIRED, Beat, beat_offset, pack_beat
-from kvfs.pool.labels import read_beats, read_labels, write_labels
+from kvfs.pool.labels import read_beat, read_beats, read_labels, write_labels
 from kvfs.pool.lock import INDEX_NAME, pool_lock
 from kvfs.pool.making import make_index
 from kvfs.pool.node import Node, load_node, write_node
@@ -31,8 +34,17 @@ from kvfs.pool.opening import (
 )
 from kvfs.pool.pod import PodConfig
 
-# Two that join at the same moment have both written after this. One that took longer begins anew.
+_T = TypeVar("_T")
+
+# Two that join at the same moment have both written after this. One that took half of it from its last look to its
+# write begins anew; where devices take longer, it waits longer, by what they took.
 JOIN_S = 0.5
+# A join that others, or devices, begin anew again and again ends after this.
+JOIN_DEADLINE_S = 300.0
+# Of a wait that is told.
+_QUIET_S = 2.0
+# Devices that are read or written at once.
+_AT_ONCE_MAX = 64
 # A node whose beat moved within this time is not retired.
 RETIRE_WATCH_S = 30.0
 _POLL_S = 0.5
@@ -64,22 +76,37 @@ def _devices(pool: Path, config: PoolConfig, *, writable: bool) -> Iterator[Mapp
             device.close()
 
 
+def _on_each(devices: Mapping[int, Device], do: Callable[[int, Device], _T]) -> dict[int, _T]:
+    """Do it on all devices at once, so that it takes as long as the slowest of them. The first error, when all have
+    ended."""
+    with ThreadPoolExecutor(min(len(devices), _AT_ONCE_MAX), "join") as pool:
+        done = {index: pool.submit(do, index, device) for index, device in devices.items()}
+    return {index: one.result() for index, one in done.items()}
+
+
 def _read(devices: Mapping[int, Device], config: PoolConfig) -> dict[int, dict[int, Beat]]:
     """The pages of each slot, by device."""
     found: dict[int, dict[int, Beat]] = {}
-    for index, device in devices.items():
-        for slot, beat in read_beats(device, config, index).items():
+    for index, beats in _on_each(devices, lambda index, device: read_beats(device, config, index)).items():
+        for slot, beat in beats.items():
             found.setdefault(slot, {})[index] = beat
     return found
 
 
+def _read_slot(devices: Mapping[int, Device], config: PoolConfig, slot: int) -> dict[int, Beat]:
+    """The pages of one slot, by device."""
+    beats = _on_each(devices, lambda index, device: read_beat(device, config, index, slot))
+    return {index: beat for index, beat in beats.items() if beat is not None}
+
+
 def _write(devices: Mapping[int, Device], config: PoolConfig, beat: Beat, mounted: Mapping[int, int]) -> None:
     """Write a node's page on all devices, durably. Each keeps its last mount. DeviceError."""
-    for index, device in devices.items():
-        page = pack_beat(
-            config.secret, config.uuid, config.devices[index].uuid, replace(beat, mounted=mounted.get(index, 0))
-        )
-        device.write(beat_offset(beat.slot), page)
+
+    def write(index: int, device: Device) -> None:
+        uuid, page = config.devices[index].uuid, replace(beat, mounted=mounted.get(index, 0))
+        device.write(beat_offset(beat.slot), pack_beat(config.secret, config.uuid, uuid, page))
+
+    _on_each(devices, write)
 
 
 def _pod(pool: Path, config: PoolConfig) -> PodConfig:
@@ -103,7 +130,10 @@ def import_node(pool: Path, paths: Sequence[DeviceAddress]) -> None:
         write_config(pool, config)
 
 
-def join(pool: Path, slot: int | None = None, *, force: bool = False, clock: owner.Clock = owner.REAL) -> Node:
+def join(
+    pool: Path, slot: int | None = None, *, force: bool = False, tell: Tell | None = None,
+    clock: owner.Clock = owner.REAL,
+) -> Node:  # fmt: skip
     """Take a slot of the pod for this pool's directory: the first that is free, or this one. A node that has a slot
     keeps it. The caller holds the pool's lock.
 
@@ -128,7 +158,7 @@ def join(pool: Path, slot: int | None = None, *, force: bool = False, clock: own
         if len(devices) < sum(not device.removed for device in config.devices):
             raise DeviceError(f"{pool}: a device of the pod is not there; to join, all are needed")
         config = _latest(pool, config, devices)
-        joined, is_fresh = _take_slot(pool, config, devices, node, slot, force, clock)
+        joined, is_fresh = _take_slot(pool, config, devices, node, slot, force, tell, clock)
     if is_fresh and not (pool / INDEX_NAME).exists():
         # Nobody had the slot before, so the first mount has nothing to look for.
         make_index(pool / INDEX_NAME, config)
@@ -143,22 +173,23 @@ def ensure_joined(pool: Path, tell: Tell | None = None) -> None:
         return
     node = load_node(pool)
     if node is None or node.slot is None:
-        joined = join(pool)
+        joined = join(pool, tell=tell)
         if tell is not None:
             tell(f"{pool}: joined the pod as slot {joined.slot}")
 
 
 def _take_slot(
     pool: Path, config: PoolConfig, devices: Mapping[int, Device], node: Node, wanted: int | None, force: bool,
-    clock: owner.Clock,
+    tell: Tell | None, clock: owner.Clock,
 ) -> tuple[Node, bool]:  # fmt: skip
-    """Returns also whether no node had the slot before."""
+    """Returns also whether no node had the slot before. DeviceError after JOIN_DEADLINE_S."""
     fresh: set[int] = set()
+    start, patience_s = clock.now(), JOIN_S / 2
     here = replace(owner.this_process(pool=str(pool), use="joining"), node=node.uuid, flags=BEAT_LEFT)
     if force and wanted is not None:
         _wait_still(pool, config, devices, wanted, here, clock)
-    while True:
-        began, found = clock.now(), _read(devices, config)
+    for tries in itertools.count(1):
+        found = _read(devices, config)
         slot = _choose(pool, _pod(pool, config), found, node, wanted, force)
         pages = found.get(slot, {})
         if not pages:
@@ -166,15 +197,31 @@ def _take_slot(
         mounted = {index: beat.mounted for index, beat in pages.items() if beat.node == node.uuid}
         epoch = max((beat.epoch for beats in found.values() for beat in beats.values()), default=0)
         number = 1 + max((beat.number for beat in pages.values()), default=0)
-        # A pause since the pages were read is time in which another may have taken the slot, and been sure of it.
-        if clock.now() - began >= JOIN_S / 2:
+        # The pages of all nodes may take long; between a last look at this slot and the write nothing else happens.
+        began = clock.now()
+        is_still = _read_slot(devices, config, slot) == pages
+        look_s = clock.now() - began
+        if clock.now() - start >= JOIN_DEADLINE_S:
+            raise DeviceError(
+                f"{pool}: no slot taken within {JOIN_DEADLINE_S:.0f} s: {tries} tries, the last for slot {slot}, whose "
+                f"pages on {len(devices)} devices took {look_s:.2f} s to read"
+            )
+        # A pause since the last look is time in which another may have taken the slot, and been sure of it. If the
+        # devices take so long each time, it is no pause.
+        if not is_still or look_s >= patience_s:
+            patience_s = max(patience_s, 2 * look_s)
             continue
         _write(devices, config, replace(here, slot=slot, epoch=epoch, number=number), mounted)
-        clock.sleep(JOIN_S)
-        holders = {index: beat.node for index, beat in _read(devices, config).get(slot, {}).items()}
+        wait_s = max(JOIN_S, 4 * (clock.now() - began))
+        if tell is not None and wait_s >= _QUIET_S:
+            tell(f"slot {slot}: its pages on {len(devices)} devices took {wait_s / 4:.1f} s to read and write; waiting "
+                 f"for {wait_s:.0f} s whether another takes it")  # fmt: skip
+        clock.sleep(wait_s)
+        holders = {index: beat.node for index, beat in _read_slot(devices, config, slot).items()}
         if all(holders.get(index) == node.uuid for index in devices):
             return Node(node.uuid, slot), slot in fresh
         # Another wrote at the same moment. Whose page stands on the first device takes the others as well.
+    raise AssertionError
 
 
 def _choose(
@@ -289,8 +336,8 @@ def _moved(before: Mapping[int, Beat], now: Mapping[int, Beat]) -> bool:
 
 
 def _latest(pool: Path, config: PoolConfig, devices: Mapping[int, Device]) -> PoolConfig:
-    labels = [read_labels(device, config.devices[index].size).best() for index, device in devices.items()]
-    return latest_config(config, [label.config(f"{pool}: label") for label in labels if label is not None])
+    labels = _on_each(devices, lambda index, device: read_labels(device, config.devices[index].size).best())
+    return latest_config(config, [label.config(f"{pool}: label") for label in labels.values() if label is not None])
 
 
 # ---- retiring ----

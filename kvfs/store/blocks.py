@@ -9,6 +9,7 @@ device. Names are the namespace's, bytes on devices are sealing.py's.
 from __future__ import annotations
 
 import logging
+import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from kvfs.errors import KvfsError
 from kvfs.index.lmdb import LmdbIndex
 from kvfs.names import Evicted, Leave, Look, step
 from kvfs.plane import OpenState, Plane, PlaneError
+from kvfs.podmap import Rights
 from kvfs.pool.format import META_IN_FLIGHT, META_NUMBER, META_VERSION
 from kvfs.record import Inode, InodeFlags, Kind
 from kvfs.store.pins import Pins
@@ -192,14 +194,15 @@ class Blocks:
 
     @step
     def drop_overtaken(self, number: InodeNumber, version: int) -> None:
-        """In a pod: another node has stored or removed its name later. `version`: an own block of at most this one lost.
+        """In a pod: another node has stored or removed its name later, or changed a directory. An own block of at most
+        this version lost.
 
         A file that is being written is mostly stored again, under a higher version. Or its seal was under way before
         the other's news came, or its writer closes it unchanged. So it is looked at once more when nobody writes it.
         """
         inode = self.index.get(number)
         if inode is not None and inode.kind == Kind.DIRECTORY:
-            self._look_at_directory(inode, version)
+            self._look_at_directory(inode)
             return
         if inode is None or inode.nameless or not inode.sealed or inode.version > version:
             return
@@ -208,10 +211,12 @@ class Blocks:
         self._take_name(inode)
         self.tell_hosts()
 
-    def _look_at_directory(self, inode: Inode, version: int) -> None:
-        """Another node has nothing in it any more. If this one has not either, it goes; else all are told that it is
-        here."""
-        if InodeFlags.BORROWED in inode.flags and self.index.is_empty(inode.inode):
+    def _look_at_directory(self, inode: Inode) -> None:
+        """Another node has changed its rights, or has nothing in it any more. What is here only because it was looked
+        up goes with the last node that has it."""
+        if self.follow_rights(inode) is not inode or InodeFlags.BORROWED not in inode.flags:
+            return
+        if self._rights(inode) is None and self.index.is_empty(inode.inode):
             self.index.keep(inode.inode)
             try:
                 self.plane.inode_remove(inode.inode)
@@ -220,12 +225,25 @@ class Blocks:
             self.index.delete(inode)
             self.directory_removals += 1
             self.tell_hosts()
-        elif InodeFlags.BORROWED not in inode.flags and inode.version <= version:
-            self.names.seen(version)
-            again = inode.copy()
-            again.version = self.next_version()
-            self.index.put(again, inode)
-            self.plane.name_put(again.pack(), 0)
+
+    def _rights(self, inode: Inode) -> Rights | None:
+        return None if self.plane.pod is None else self.plane.pod.rights(inode.parent, inode.name)
+
+    @step
+    def follow_rights(self, inode: Inode) -> Inode:
+        """In a pod a directory has the rights that were set last, on whichever node. Returns the directory as it is
+        then; the others hear of it from each node that has it."""
+        theirs = self._rights(inode)
+        if theirs is None or theirs.version <= inode.version:
+            return inode
+        changed = inode.copy()
+        changed.version, changed.mode, changed.uid, changed.gid = theirs
+        changed.ctime_ns = time.time_ns()
+        self.index.put(changed, inode)
+        self.plane.inode_update(changed.pack())
+        self._directory_changed(changed.inode)
+        self.tell_hosts()
+        return changed
 
     def _take_name(self, inode: Inode) -> None:
         """It is a miss from now on; who has it open reads on."""
@@ -255,19 +273,24 @@ class Blocks:
         self.segments.account(inode, None)
 
     @step
-    def renamed(self, inode: Inode, *, entered: bool = False) -> None:
+    def renamed(self, inode: Inode, *, entered: bool = False, rights: bool = True) -> None:
         """Name or attributes of an inode in the index have changed, or it has no name any more: summaries must say so.
-        The version rises, unless it did when the inode `entered`."""
+        The version rises, unless it did when the inode `entered`. In a pod a directory's is of its rights alone."""
         if not entered and not inode.nameless:
-            inode.version = self.next_version()
+            if rights or inode.kind != Kind.DIRECTORY or self.plane.pod is None:
+                inode.version = self.next_version()
             self.index.put(inode, inode)
             self.plane.inode_update(inode.pack())
         if inode.kind == Kind.DIRECTORY:
-            self.directory_moves += 1
-            self._moved_directories.append(inode.inode)
-            self._directory_moved.set()
+            self._directory_changed(inode.inode)
         elif inode.sealed:
             self.segments.renamed(self.segments.all[inode.segment], gone=inode.nameless)
+
+    def _directory_changed(self, number: InodeNumber) -> None:
+        """Summaries of blocks below it must say so."""
+        self.directory_moves += 1
+        self._moved_directories.append(number)
+        self._directory_moved.set()
 
     def moved(self, before: Inode, after: Inode) -> None:
         """The inode lies in another directory, where other pins may hold it."""
@@ -424,7 +447,7 @@ class Blocks:
             self.pins.remove(number)
             self.segments.look_again()
         if inode.sealed or inode.kind == Kind.DIRECTORY:
-            self.renamed(inode)
+            self.renamed(inode, rights=False)
         else:
             self.plane.inode_update(inode.pack())
 

@@ -363,6 +363,10 @@ struct kvfs_pod *kvfs_plane_pod(struct kvfs_plane *plane); /* the plane's; NULL:
 struct kvfs_news *kvfs_plane_news(struct kvfs_plane *plane);
 /* The block or directory that the name leads to at other nodes. 0: a block; 1: a directory; -ENOENT; -EAGAIN: try again. */
 int kvfs_foreign_find(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t name_size, struct kvfs_record *out);
+/* The same of a directory that other nodes have: its rights, and as its version that of their last change. 0, -ENOENT, -EAGAIN. */
+int kvfs_foreign_rights(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t name_size, struct kvfs_record *out);
+/* Tell once more of all directories that this node has: another one has begun, and empty ones are on no device. Returns how many. Any thread. */
+uint64_t kvfs_foreign_tell_directories(struct kvfs_plane *plane);
 /* Remove a block's name of another node; every node is told. 0, -ENOENT; -EAGAIN: it is this node's, or a directory. */
 int kvfs_foreign_unlink(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t name_size);
 /* Names of other nodes that were removed here, since the last call. Their owners may be away: whoever removed them says it again when they are back.

@@ -206,6 +206,7 @@ static void test_the_own_block_meets_the_record_by_version(void) {
     put_own(table, 20, 120, 1000, KVFS_KIND_FILE, 0); /* still written */
     put_own(table, 21, 121, 5000, KVFS_KIND_DIRECTORY, 0);
     put_own(table, 22, 122, 1000, KVFS_KIND_DIRECTORY, 0);
+    put_own(table, 23, 123, 1000, KVFS_KIND_DIRECTORY, 0);
     begin();
     uint16_t s = segment(5, 100, 0), gone = segment(6, 70, 1), file = shape(8192, 1, 0100644), directory = shape(0, 0, 0040755);
     record(KVFS_POD_HERE, 1, 1001, s, 1, file);
@@ -220,13 +221,15 @@ static void test_the_own_block_meets_the_record_by_version(void) {
     record(KVFS_POD_DIRECTORY_HERE, 21, 1005, 0, 0, directory);
     record(KVFS_POD_HERE, 22, 1006, s, 4, file);
     record(KVFS_POD_DIRECTORY_GONE, 22, 1007, 0, 0, 0);
+    record(KVFS_POD_DIRECTORY_HERE, 23, 1009, 0, 0, directory); /* its rights were set later than this node knows */
     /* While the table is built it answers nothing for sure. */
     record(KVFS_POD_HERE, 98, 1008, s, 5, file);
     CHECK(apply(finish(), table) == 0 && applied.unsure == 2); /* of 98 and of the hit 99: the rest is found */
     kvfs_table_set_complete(table, 1);
     CHECK(apply(finish(), table) == 0 && applied.unsure == 0);
     CHECK_SAY(applied.own == 3 && applied.hits == 2 && applied.hit_count == 1 && hits[0].inode == 105 && hits[0].count == 17, "%u", applied.own);
-    CHECK(applied.conflict_count == 4 && applied.ended == 1);
+    CHECK(applied.conflict_count == 5 && applied.ended == 1);
+    CHECK(conflicts[4].inode == 123 && conflicts[4].kind == KVFS_POD_DIRECTORY_HERE && conflicts[4].version == 1009);
     CHECK(conflicts[0].inode == 101 && conflicts[0].version == 1001 && conflicts[0].own_version == 1000 && conflicts[0].kind == KVFS_POD_HERE);
     CHECK(conflicts[0].slot == SLOT && conflicts[0].key_low == made.records[0].key_low && conflicts[0].key_high == made.records[0].key_high);
     CHECK(conflicts[1].inode == 103 && conflicts[1].kind == KVFS_POD_GONE && conflicts[2].inode == 106);
@@ -235,6 +238,124 @@ static void test_the_own_block_meets_the_record_by_version(void) {
     CHECK(find(22, &found) == -ENOENT);
     kvfs_table_destroy(table);
     kvfs_pod_destroy(pod);
+}
+
+static int apply_of(uint32_t slot) {
+    made.head.slot = (uint16_t)slot;
+    return kvfs_pod_apply(pod, slot, bytes, finish(), NULL, conflicts, hits, &applied);
+}
+
+/* One batch of one record about a directory, of this slot. */
+static void tell(uint32_t slot, uint32_t kind, uint64_t key, uint64_t version, uint32_t mode) {
+    begin();
+    record(kind, key, version, 0, 0, shape(0, 0, 0040000 | mode));
+    CHECK(apply_of(slot) == 0 && applied.applied + applied.old == 1);
+}
+
+static uint32_t mode_of(uint64_t key) {
+    struct kvfs_pod_found found;
+
+    return find(key, &found) == 0 && found.directory ? found.mode & 07777 : 0;
+}
+
+static void test_a_directory_goes_with_the_last_node_that_has_it(void) {
+    struct kvfs_pod_found found;
+
+    create(1000);
+    tell(1, KVFS_POD_DIRECTORY_HERE, 7, 1000, 0755);
+    tell(2, KVFS_POD_DIRECTORY_HERE, 7, 1000, 0755);
+    tell(5, KVFS_POD_DIRECTORY_HERE, 7, 1000, 0755);
+    CHECK(find(7, &found) == 0 && found.slot == 1);
+    tell(1, KVFS_POD_DIRECTORY_GONE, 7, 5000, 0);
+    CHECK(find(7, &found) == 0 && found.directory && (found.slot == 2 || found.slot == 5));
+    tell(1, KVFS_POD_DIRECTORY_GONE, 7, 5001, 0); /* once more: it had it no more */
+    tell(2, KVFS_POD_DIRECTORY_GONE, 7, 1000, 0);
+    CHECK(find(7, &found) == 0 && found.slot == 5);
+    tell(5, KVFS_POD_DIRECTORY_GONE, 7, 1000, 0);
+    CHECK(find(7, &found) == -ENOENT);
+    /* Each says in order whether it has it: a version that was there before is no reason to doubt it. */
+    tell(5, KVFS_POD_DIRECTORY_HERE, 7, 1000, 0755);
+    CHECK(mode_of(7) == 0755);
+    tell(5, KVFS_POD_DIRECTORY_GONE, 7, 1000, 0);
+    CHECK(find(7, &found) == -ENOENT);
+    /* An old header on flash is one. */
+    struct kvfs_pod_entry old = {.version = 1000, .mode = 0040755, .slot = 5, .directory = 1};
+    key_of(7, &old.key_low, &old.key_high);
+    CHECK(kvfs_pod_put(pod, &old) == -ESTALE && find(7, &found) == -ENOENT);
+    kvfs_pod_destroy(pod);
+}
+
+static void test_the_rights_that_were_set_last_count_for_all_who_have_a_directory(void) {
+    create(1000);
+    tell(1, KVFS_POD_DIRECTORY_HERE, 7, 1000, 0755);
+    tell(2, KVFS_POD_DIRECTORY_HERE, 7, 1002, 0700);
+    CHECK(mode_of(7) == 0700);
+    tell(5, KVFS_POD_DIRECTORY_HERE, 7, 1001, 0777); /* it has not heard of that */
+    CHECK(mode_of(7) == 0700);
+    tell(2, KVFS_POD_DIRECTORY_GONE, 7, 1002, 0); /* who closed it has left it */
+    CHECK(mode_of(7) == 0700);
+    tell(1, KVFS_POD_DIRECTORY_HERE, 7, 1003, 0711);
+    CHECK(mode_of(7) == 0711);
+    kvfs_pod_destroy(pod);
+}
+
+static void test_a_directory_that_an_owner_does_not_repeat_stays_with_the_others(void) {
+    create(1000);
+    for (uint64_t key = 1; key <= 4; key++)
+        tell(1, KVFS_POD_DIRECTORY_HERE, key, 1000 + key, 0755);
+    tell(2, KVFS_POD_DIRECTORY_HERE, 2, 1002, 0755);
+    tell(2, KVFS_POD_DIRECTORY_HERE, 3, 1003, 0755);
+    CHECK(kvfs_pod_repeat_begin(pod, 1) == 0);
+    tell(1, KVFS_POD_DIRECTORY_HERE, 1, 1001, 0755);
+    tell(1, KVFS_POD_DIRECTORY_HERE, 2, 1002, 0755);
+    CHECK(kvfs_pod_repeat_begin(pod, 1) == 0); /* interrupted */
+    tell(1, KVFS_POD_DIRECTORY_HERE, 1, 1001, 0755);
+    CHECK(kvfs_pod_repeat_end(pod, 1) == 3);
+    CHECK(mode_of(1) && mode_of(2) && mode_of(3) && !mode_of(4));
+    tell(2, KVFS_POD_DIRECTORY_GONE, 2, 1002, 0);
+    tell(2, KVFS_POD_DIRECTORY_GONE, 3, 1003, 0);
+    CHECK(mode_of(1) && !mode_of(2) && !mode_of(3));
+    kvfs_pod_destroy(pod);
+}
+
+/* A model: who has which directory, and its rights. */
+static void test_a_model_of_directories_agrees(void) {
+    enum { KEYS = 200 };
+    for (uint64_t seed = 1; seed <= 4; seed++) {
+        uint64_t state = seed, version[KEYS] = {0}, clock = 1000;
+        uint32_t mode[KEYS] = {0};
+        bool has[KEYS][NODES] = {{false}};
+
+        create(10000);
+        for (int i = 0; i < 20000; i++) {
+            uint64_t key = random_below(&state, KEYS);
+            uint32_t slot = (uint32_t)random_below(&state, NODES);
+            bool any = false;
+
+            if (slot == OWN)
+                continue;
+            if (random_below(&state, 2)) {
+                bool later = !version[key] || random_below(&state, 3) == 0;
+                uint32_t new_mode = (uint32_t)random_below(&state, 0777) + 1;
+                if (later) {
+                    version[key] = ++clock;
+                    mode[key] = new_mode;
+                }
+                tell(slot, KVFS_POD_DIRECTORY_HERE, key, version[key], mode[key]);
+                has[key][slot] = true;
+            } else {
+                tell(slot, KVFS_POD_DIRECTORY_GONE, key, ++clock, 0);
+                has[key][slot] = false;
+            }
+            for (uint32_t other = 0; other < NODES; other++)
+                any |= has[key][other];
+            if (!any)
+                version[key] = 0;
+            struct kvfs_pod_found found;
+            CHECK(mode_of(key) == (any ? mode[key] : 0) && (!any || (find(key, &found) == 0 && has[key][found.slot])));
+        }
+        kvfs_pod_destroy(pod);
+    }
 }
 
 /* The owner's side makes the batch, another node's side reads it. */
@@ -634,6 +755,10 @@ int main(void) {
     RUN(test_gone_and_ended_take_away);
     RUN(test_of_one_version_the_last_place_counts);
     RUN(test_the_own_block_meets_the_record_by_version);
+    RUN(test_a_directory_goes_with_the_last_node_that_has_it);
+    RUN(test_the_rights_that_were_set_last_count_for_all_who_have_a_directory);
+    RUN(test_a_directory_that_an_owner_does_not_repeat_stays_with_the_others);
+    RUN(test_a_model_of_directories_agrees);
     RUN(test_news_arrive_as_they_were_told);
     RUN(test_an_owner_repeats_all_that_its_table_has);
     RUN(test_every_flipped_byte_is_refused);

@@ -19,6 +19,7 @@ from kvfs.pool.format import BEAT_LEFT, BEAT_RETIRED, Beat, beat_offset, pack_be
 from kvfs.pool.heart import Heart
 from kvfs.pool.joining import import_node, retire, slot_states
 from kvfs.pool.labels import read_beats, read_labels
+from kvfs.pool.lock import pool_lock
 from kvfs.pool.node import Node, load_node, write_node
 from kvfs.pool.opening import open_device, open_pool
 
@@ -163,6 +164,59 @@ def test_a_pause_between_look_and_write_begins_anew(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(joining, "_choose", pause)
     assert join_node(second, clock=time.clock).slot == 2
     assert pages(pool)[1].node == other.node
+
+
+def _slow(monkeypatch: pytest.MonkeyPatch, time: Time, took_s: Callable[[], float]) -> None:
+    """Each read of a node's page, and of all of them, takes so long."""
+    for name in ("read_beat", "read_beats"):
+        read = getattr(joining, name)
+
+        def slow(*arguments: object, read: Callable[..., object] = read) -> object:
+            time.now += took_s()
+            return read(*arguments)
+
+        monkeypatch.setattr(joining, name, slow)
+
+
+def test_devices_that_are_slow_make_a_join_wait_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (pool,) = make_pod(tmp_path)
+    second, time, said = tmp_path / "node-1", Time(), list[str]()
+    import_node(second, sorted(tmp_path.glob("device-*")))
+    _slow(monkeypatch, time, lambda: 0.4)
+    with pool_lock(second, "joining a pod"):
+        assert joining.join(second, clock=time.clock, tell=said.append).slot == 1
+    assert pages(pool)[1].in_use is False and time.now < 1020
+    assert said == [
+        "slot 1: its pages on 2 devices took 0.8 s to read and write; waiting for 3 s whether another takes it"
+    ]
+
+
+def test_a_join_that_never_gets_to_its_write_ends_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (pool,) = make_pod(tmp_path)
+    second, time = tmp_path / "node-1", Time()
+    took_s = 0.1
+
+    def slower() -> float:
+        nonlocal took_s
+        took_s *= 2
+        return took_s
+
+    _slow(monkeypatch, time, slower)
+    with pytest.raises(DeviceError, match=r"no slot taken within 300 s: \d tries, .* slot 1, whose pages on 2 devices"):
+        join_node(second, clock=time.clock)
+    assert 1 not in pages(pool)
+
+
+def test_the_pages_of_all_devices_are_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_pod(tmp_path)
+    both, read = threading.Barrier(2, timeout=60), joining.read_beats
+
+    def together(*arguments: object) -> object:
+        both.wait()
+        return read(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(joining, "read_beats", together)
+    assert join_node(tmp_path / "node-1").slot == 1
 
 
 def test_all_devices_are_needed_to_join_and_nothing_else_makes_a_directory(tmp_path: Path) -> None:

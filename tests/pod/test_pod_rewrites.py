@@ -1,4 +1,4 @@
-"""A block that its node writes again in place while another node unlinks or stores its name: the names agree in the end.
+"""A block that its node writes again in place while another node unlinks or stores its name: the names agree.
 
 The news may come while only the handle is open, and the seal is done. So each case here has the handle open when they
 come; `race` finds the moments in between.

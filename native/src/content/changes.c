@@ -18,6 +18,11 @@ static bool same_place(const struct kvfs_record *a, const struct kvfs_record *b)
     return a->segment == b->segment && a->page == b->page && a->generation == b->generation;
 }
 
+/* With their version: others count a later change of this name by it. */
+static bool same_rights(const struct kvfs_record *a, const struct kvfs_record *b) {
+    return a->version == b->version && a->mode == b->mode && a->uid == b->uid && a->gid == b->gid;
+}
+
 static bool same_name(const struct kvfs_inode_record *a, const struct kvfs_inode_record *b, const char *b_name) {
     return a->parent == b->parent && a->name_size == b->name_size && memcmp(record_name(a), b_name, a->name_size) == 0;
 }
@@ -62,7 +67,8 @@ static void news_here(struct kvfs_plane *plane, const struct kvfs_inode_record *
         return;
     const bool passing = name_is_passing(name, r->name_size);
     foreign_key(&plane->array.geometry, r->parent, name, r->name_size, &low, &high);
-    if (foreign_replaced(plane, low, high, r->version))
+    const enum foreign_holder theirs = foreign_replaced(plane, low, high, r->version);
+    if (theirs != FOREIGN_NOTHING)
         first = false; /* an end of it is news to others, however soon */
     const struct kvfs_news_item item = {
         .kind = directory ? KVFS_POD_DIRECTORY_HERE : KVFS_POD_HERE,
@@ -80,7 +86,10 @@ static void news_here(struct kvfs_plane *plane, const struct kvfs_inode_record *
         .uid = r->uid,
         .gid = r->gid};
     kvfs_news_add(plane->news, &item);
-    if (kvfs_pod_remove(plane->pod, low, high, r->version) == -ESTALE) /* another node has stored it later */
+    /* Another node has stored it later, or set a directory's rights later. That a directory is here says nothing of who else has it. */
+    const bool overtaken = directory && theirs != FOREIGN_BLOCK ? kvfs_pod_version(plane->pod, low, high) > r->version
+                                                                : kvfs_pod_remove(plane->pod, low, high, r->version) == -ESTALE;
+    if (overtaken)
         event_add(plane, KVFS_EVENT_OVERTAKEN, r->inode, r->version);
 }
 
@@ -164,8 +173,9 @@ void change_update(struct kvfs_plane *plane, const struct kvfs_inode_record *rec
     struct kvfs_record now;
     record_from_inode(record, &now);
     bool was = is_block(&change->before), is = is_block(&now);
-    if (is && !(was && same_place(&change->before, &now)))
-        news_here(plane, record, name, false, !was);
+    if (now.kind == KVFS_KIND_DIRECTORY ? !same_rights(&change->before, &now)
+                                        : is && !(was && same_place(&change->before, &now) && same_rights(&change->before, &now)))
+        news_here(plane, record, name, false, is && !was);
     else if (was && !is)
         news_gone(plane, &change->before);
     if (!plane->feed)

@@ -427,9 +427,10 @@ void foreign_hit(struct kvfs_plane *plane, const struct kvfs_record *record);
 void foreign_leave(struct kvfs_plane *plane);
 /* The name leads to a block of another node, and to nothing here. */
 bool foreign_holds(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t size);
-/* A block is stored here under a key, within a step. True: another node has that name. Its block is remembered as removed: the node may be away, and
- * would bring it back once the new block is gone. */
-bool foreign_replaced(struct kvfs_plane *plane, uint64_t key_low, uint64_t key_high, uint64_t by_version);
+/* A block or directory is here under a key, within a step. Returns what other nodes have of that name. Their block is remembered as removed: its node
+ * may be away, and would bring it back once the new block is gone. */
+enum foreign_holder { FOREIGN_NOTHING, FOREIGN_BLOCK, FOREIGN_DIRECTORY };
+enum foreign_holder foreign_replaced(struct kvfs_plane *plane, uint64_t key_low, uint64_t key_high, uint64_t by_version);
 /* Remove a name of another node: every node is told. 0; -ENOENT: no node has it; -EAGAIN: it is this node's, or a directory, or nobody can say. */
 int foreign_unlink(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t size);
 

@@ -95,14 +95,16 @@ static void tombstone_add(struct kvfs_plane *plane, uint64_t key_low, uint64_t k
         (struct kvfs_tombstone){.key_low = key_low, .key_high = key_high, .version = version, .slot = slot};
 }
 
-bool foreign_replaced(struct kvfs_plane *plane, uint64_t key_low, uint64_t key_high, uint64_t by_version) {
+enum foreign_holder foreign_replaced(struct kvfs_plane *plane, uint64_t key_low, uint64_t key_high, uint64_t by_version) {
     struct kvfs_pod_found found;
     if (kvfs_pod_find(plane->pod, key_low, key_high, &found) < 0)
-        return false;
-    uint64_t version = found.directory ? 0 : kvfs_pod_version(plane->pod, key_low, key_high);
+        return FOREIGN_NOTHING;
+    if (found.directory)
+        return FOREIGN_DIRECTORY;
+    uint64_t version = kvfs_pod_version(plane->pod, key_low, key_high);
     if (version && version < by_version)
         tombstone_add(plane, key_low, key_high, version, found.slot);
-    return true;
+    return FOREIGN_BLOCK;
 }
 
 uint32_t kvfs_foreign_tombstones(struct kvfs_plane *plane, struct kvfs_tombstone *out, uint32_t capacity) {
@@ -193,6 +195,37 @@ int kvfs_foreign_find(struct kvfs_plane *plane, uint64_t parent, const char *nam
     return foreign_look(plane, parent, name, name_size, out);
 }
 
+int kvfs_foreign_rights(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t name_size, struct kvfs_record *out) {
+    uint64_t low, high;
+    foreign_key(&plane->array.geometry, parent, name, name_size, &low, &high);
+    uint64_t version = kvfs_pod_version(plane->pod, low, high); /* first: rights that come in between are of a later one, and told again */
+    int r = foreign_find(plane->pod, &plane->array.geometry, parent, name, name_size, out);
+    out->version = version;
+    return r == 1 && version ? 0 : r < 0 ? r : -ENOENT;
+}
+
+#define TOLD_AT_ONCE 256 /* records under one hold of the names' lock */
+
+uint64_t kvfs_foreign_tell_directories(struct kvfs_plane *plane) {
+    uint64_t slot = 0, told = 0;
+    for (bool more = plane->news != NULL; more;) {
+        kvfs_names_begin(plane->names);
+        for (int i = 0; i < TOLD_AT_ONCE && more; i++) {
+            struct kvfs_record r;
+            uint64_t low, high;
+            more = kvfs_table_scan(plane->table, &slot, &r, &low, &high);
+            if (!more || r.kind != KVFS_KIND_DIRECTORY || r.flags & (KVFS_INODE_BORROWED | KVFS_INODE_NAMELESS))
+                continue;
+            const struct kvfs_news_item item = {
+                .kind = KVFS_POD_DIRECTORY_HERE, .key_low = low, .key_high = high, .version = r.version, .mode = r.mode, .uid = r.uid, .gid = r.gid};
+            kvfs_news_add(plane->news, &item);
+            told++;
+        }
+        kvfs_names_end(plane->names);
+    }
+    return told;
+}
+
 int kvfs_foreign_unlink(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t name_size) {
     return foreign_unlink(plane, parent, name, name_size);
 }
@@ -201,7 +234,7 @@ int kvfs_foreign_known(struct kvfs_plane *plane, uint64_t inode, struct kvfs_rec
     return plane->known && is_foreign(inode) && foreign_known_get(plane->known, inode, out, name) ? 0 : -ENOENT;
 }
 
-/* A directory that another node removed: this node looks whether it has something in it. The batch has been checked. */
+/* A directory that another node removed: if this node only looked it up, it looks whether anybody has it still. The batch has been checked. */
 static void directories_look(struct kvfs_plane *plane, const uint8_t *batch) {
     struct kvfs_pod_batch head;
     memcpy(&head, batch, sizeof(head));
@@ -212,7 +245,7 @@ static void directories_look(struct kvfs_plane *plane, const uint8_t *batch) {
         struct kvfs_record own;
         memcpy(&r, at, sizeof(r));
         if (r.page_kind >> 24 == KVFS_POD_DIRECTORY_GONE && kvfs_table_find_key(plane->table, r.key_low, r.key_high, &own) == 0 &&
-            own.kind == KVFS_KIND_DIRECTORY)
+            own.kind == KVFS_KIND_DIRECTORY && own.flags & KVFS_INODE_BORROWED)
             event_add(plane, KVFS_EVENT_OVERTAKEN, own.inode, r.version);
     }
 }
@@ -283,10 +316,11 @@ static int load_one(struct kvfs_plane *plane, uint32_t segment, uint64_t generat
     foreign_key(&plane->array.geometry, r->parent, name, r->name_size, &entry.key_low, &entry.key_high);
     kvfs_names_seen(plane->names, r->version);
     int r_own = kvfs_table_find_key(plane->table, entry.key_low, entry.key_high, &own);
-    if (r_own == 0 && (directory || own.version >= entry.version))
+    const bool both = r_own == 0 && directory && own.kind == KVFS_KIND_DIRECTORY;
+    if (r_own == 0 && !both && (directory || own.version >= entry.version))
         return 0;
     int result = kvfs_pod_put(plane->pod, &entry);
-    if (r_own == 0 && result == 0 && own.kind == KVFS_KIND_FILE)
+    if (r_own == 0 && result == 0 && (both ? own.version < entry.version : own.kind == KVFS_KIND_FILE))
         event_add(plane, KVFS_EVENT_OVERTAKEN, own.inode, own.version);
     return result == 0;
 }

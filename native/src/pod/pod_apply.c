@@ -81,7 +81,8 @@ static uint8_t kind_of(const struct kvfs_pod_batch_record *record) { return (uin
 static int apply_here(struct apply *apply, const struct kvfs_pod_batch_record *record, const struct pod_place *place) {
     struct kvfs_pod *pod = apply->pod;
     bool directory = kind_of(record) == KVFS_POD_DIRECTORY_HERE;
-    struct kvfs_pod_entry entry = {.version = record->version, .slot = apply->head.slot, .directory = directory};
+    struct kvfs_pod_entry entry = {
+        .key_low = record->key_low, .key_high = record->key_high, .version = record->version, .slot = apply->head.slot, .directory = directory};
     int r = 0, shape;
 
     if (record->shape >= apply->head.shape_count || apply->shape_of[record->shape] == -EINVAL ||
@@ -128,6 +129,8 @@ static int apply_record(struct apply *apply, const struct kvfs_pod_batch_record 
     see_version(apply, record->version);
     if (kind == KVFS_POD_HERE || kind == KVFS_POD_DIRECTORY_HERE)
         return apply_here(apply, record, place);
+    if (kind == KVFS_POD_DIRECTORY_GONE)
+        return pod_directory_gone(apply->pod, record->key_low, record->key_high, place, apply->head.slot, record->version);
     return pod_remove(apply->pod, place, record->version);
 }
 
@@ -160,9 +163,12 @@ static int meet_own(struct apply *apply, const struct kvfs_pod_batch_record *rec
             apply->hits[apply->out->hit_count++] = (struct kvfs_pod_hit){.inode = own.inode, .count = record->version};
         return result;
     }
-    /* Two nodes that make one directory make the same one. */
-    if (own.kind == KVFS_KIND_DIRECTORY && kind != KVFS_POD_HERE)
+    /* Two nodes that make one directory make the same one. The rights that were set last are this node's, too. */
+    if (own.kind == KVFS_KIND_DIRECTORY && kind != KVFS_POD_HERE) {
+        if (kind == KVFS_POD_DIRECTORY_HERE && record->version > own.version)
+            add_conflict(apply, record, &own);
         return result;
+    }
     if (own.version > record->version || own.kind == KVFS_KIND_DIRECTORY) {
         if (kind == KVFS_POD_GONE || kind == KVFS_POD_DIRECTORY_GONE)
             return -EEXIST;

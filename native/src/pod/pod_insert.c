@@ -209,11 +209,18 @@ static bool is_newer_place(const struct kvfs_pod *pod, const struct kvfs_pod_ent
     return segment == entry->segment ? entry->page > value->place % pod->constants.segment_pages : entry->segment > segment;
 }
 
-/* 0: apply; 1: known already; -ESTALE. An owner's news come in order: of one version the last place is the block's. */
+static bool is_directory(const struct kvfs_pod *pod, const struct pod_value *value) {
+    return pod_is_directory((uint32_t)(get(&pod->shapes[value->shape].pages_mode) >> 32));
+}
+
+/* 0: apply; 1: known already; -ESTALE. An owner's news come in order: of one version the last place is the block's, and of a directory it counts that
+ * the owner has it again. On flash a header may name a directory that was removed after it. */
 static int compare(const struct kvfs_pod *pod, struct pod_slot slot, const struct kvfs_pod_entry *entry, enum pod_state state,
                    const struct pod_value *value, enum pod_source source) {
     uint64_t version = version_of(pod, slot);
 
+    if (entry->directory && state == POD_GONE && source == POD_NEWS)
+        return 0;
     if (entry->version != version || state == POD_GONE)
         return entry->version > version ? 0 : -ESTALE;
     if (entry->directory)
@@ -243,6 +250,9 @@ int pod_put(struct kvfs_pod *pod, const struct kvfs_pod_entry *entry, const stru
         enum pod_state state = pod_state(pod, slot, &old);
         int r = compare(pod, slot, entry, state, &old, source);
 
+        /* It has the directory, whosever rights count. */
+        if (entry->directory && (r >= 0 || state == POD_LIVE))
+            pod_holder_add(pod, entry->key_low, entry->key_high, entry->slot);
         if (r < 0)
             return r;
         /* Known: only whether it is keyed may be news. */
@@ -254,6 +264,8 @@ int pod_put(struct kvfs_pod *pod, const struct kvfs_pod_entry *entry, const stru
         set_release(&pod_entry(pod, slot)->word, word);
         writer->count.replaced++;
     } else {
+        if (entry->directory)
+            pod_holder_add(pod, entry->key_low, entry->key_high, entry->slot);
         slot = find_room(pod, place, entry->version, entry->directory);
         if (slot.index < 0)
             return -ENOSPC;
@@ -305,6 +317,37 @@ int pod_remove(struct kvfs_pod *pod, const struct pod_place *place, uint64_t ver
     }
     become_gone(pod, slot, place, version);
     return 0;
+}
+
+void pod_directory_leave(struct kvfs_pod *pod, const struct pod_place *place, uint32_t slot, int other) {
+    struct pod_slot at = find_slot(pod, place);
+    struct pod_value value;
+
+    if (at.index < 0 || pod_state(pod, at, &value) != POD_LIVE || !is_directory(pod, &value))
+        return;
+    if (other < 0) {
+        pod_release(pod, POD_LIVE, &value);
+        pod_clear(pod, at);
+        pod->writer->count.removed++;
+    } else if (value.place == slot) {
+        value.place = (uint64_t)other;
+        set_release(&pod_entry(pod, at)->word, pod_pack(value) ^ place->mask);
+    }
+}
+
+int pod_directory_gone(struct kvfs_pod *pod, uint64_t key_low, uint64_t key_high, const struct pod_place *place, uint32_t slot, uint64_t version) {
+    int other = pod_holder_remove(pod, key_low, key_high, slot);
+    struct pod_slot at = find_slot(pod, place);
+    struct pod_value value;
+
+    if (other >= 0) {
+        pod_directory_leave(pod, place, slot, other);
+        return 0;
+    }
+    /* Its rights may be of a higher version than this node knew. */
+    if (at.index >= 0 && pod_state(pod, at, &value) == POD_LIVE && is_directory(pod, &value) && version_of(pod, at) > version)
+        version = version_of(pod, at);
+    return pod_remove(pod, place, version);
 }
 
 void pod_supersede(struct kvfs_pod *pod, const struct pod_place *place, uint64_t version) {

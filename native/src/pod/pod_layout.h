@@ -1,4 +1,5 @@
-/* Layout and protocol of the pod map; private to this room: pod_map.c, pod_insert.c and pod_apply.c write, pod_reader.c reads.
+/* Layout and protocol of the pod map; private to this room: pod_map.c, pod_insert.c, pod_repeat.c and pod_apply.c
+ * write, pod_reader.c reads.
  *
  * Layout of the memfd: header page; move counts; shapes; segments; buckets. Each part is page aligned. A bucket is one cache line with 4 entries of
  * 16 bytes: {fingerprint, word}. The fingerprint is the key's high half (1 for 0; 0: no entry). The word is the entry's value ^ mix(fingerprint).
@@ -6,7 +7,7 @@
  * Value: place, 43 bits (segment * segment_pages + page) | tag, 8 bits | shape, 12 bits | KEYED, 1 bit.
  * - Tag: the segment's life, in this node's own count. An entry is live while its tag is its segment's, and the segment has not ended.
  * - Shape: {size, header_pages, mode, uid, gid} of the block. There are 4095 of them, counted by their users.
- * - A directory is an entry whose shape's mode says so. Its place is the slot of the node that announced it.
+ * - A directory is an entry whose shape's mode says so. Its place is the slot of a node that has it. pod_directories.c knows all of them.
  * - Shape 4095 is the memory of a `gone`; its place is the second when it was told. It is a miss, and may make room.
  *
  * A key may be in two buckets (cuckoo hashing). The first follows from the low half; the second is (H - first) modulo the count of buckets.
@@ -228,6 +229,7 @@ struct pod_writer {
     uint32_t shape_free_count;
     uint16_t shape_index[2 * POD_SHAPES]; /* open addressing: shape + 1; 0: none */
     uint16_t shape_last;
+    struct pod_directories *directories;
     uint8_t repeat_parity[KVFS_POD_NODES_MAX];
     uint8_t repeating[KVFS_POD_NODES_MAX];
 };
@@ -268,6 +270,20 @@ enum pod_source { POD_NEWS, POD_FLASH };
 /* shape: of pod_shape_take(), which the caller gives back. It must fit the entry. */
 int pod_put(struct kvfs_pod *pod, const struct kvfs_pod_entry *entry, const struct pod_place *place, uint32_t shape, enum pod_source source);
 int pod_remove(struct kvfs_pod *pod, const struct pod_place *place, uint64_t version);
+/* pod_directories.c: which slots have a directory. */
+int pod_directories_create(struct kvfs_pod *pod);
+void pod_directories_destroy(struct kvfs_pod *pod);
+uint64_t pod_directories_size(const struct kvfs_pod *pod);
+void pod_holder_add(struct kvfs_pod *pod, uint64_t key_low, uint64_t key_high, uint32_t slot);
+/* Returns a slot that has it still; -ENOENT: none is known. */
+int pod_holder_remove(struct kvfs_pod *pod, uint64_t key_low, uint64_t key_high, uint32_t slot);
+/* Whether a directory is at *at, which goes on. Its key, if the slot told of it in a repeat of this parity; else zero. */
+bool pod_directories_next(struct kvfs_pod *pod, uint32_t *at, uint32_t slot, unsigned parity, uint64_t *key_low, uint64_t *key_high);
+void pod_holder_flip(struct kvfs_pod *pod, uint64_t key_low, uint64_t key_high, uint32_t slot); /* its parity */
+/* The slot has the directory no more; `other` has it still, or if negative none. Its rights stay as they are while one has it. */
+void pod_directory_leave(struct kvfs_pod *pod, const struct pod_place *place, uint32_t slot, int other);
+/* DIRECTORY_GONE, of this slot. 0, or -ESTALE: a block of a higher version has the name. */
+int pod_directory_gone(struct kvfs_pod *pod, uint64_t key_low, uint64_t key_high, const struct pod_place *place, uint32_t slot, uint64_t version);
 /* An entry of a lower version goes: what says so cannot be applied itself. */
 void pod_supersede(struct kvfs_pod *pod, const struct pod_place *place, uint64_t version);
 /* The entry of exactly this version goes. */

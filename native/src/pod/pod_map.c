@@ -8,7 +8,6 @@
 
 /* A new life that would wait may bring the sweep forward by so much: some milliseconds. */
 #define SWEEP_AT_ONCE (UINT64_C(1) << 16)
-#define WALKS_MAX 4
 #define SLICE 1024u /* buckets that are looked at under one hold of the mutex */
 /* Younger than this a memory of `gone` goes only to make room. Owners repeat what is at most ten minutes old. */
 #define GONE_SECONDS 900
@@ -46,7 +45,7 @@ static int create_writer(struct kvfs_pod *pod) {
         madvise(writer->versions, writer->versions_size, MADV_HUGEPAGE);
     for (uint32_t shape = POD_SHAPE_GONE; shape-- > 0;)
         writer->shape_free[writer->shape_free_count++] = (uint16_t)shape;
-    return 0;
+    return pod_directories_create(pod);
 }
 
 int kvfs_pod_create(const struct kvfs_pod_config *config, struct kvfs_pod **out) {
@@ -114,6 +113,8 @@ void kvfs_pod_destroy(struct kvfs_pod *pod) {
     if (writer && writer->lives)
         munmap(writer->lives, writer->lives_size);
     if (writer)
+        pod_directories_destroy(pod);
+    if (writer)
         pthread_mutex_destroy(&writer->lock);
     free(writer);
     free(pod);
@@ -128,7 +129,7 @@ void kvfs_pod_statistics(struct kvfs_pod *pod, struct kvfs_pod_statistics *out) 
     *out = writer->count;
     out->entries_max = pod->constants.entries_max;
     out->capacity = pod->constants.buckets * POD_ENTRIES;
-    out->bytes = pod->constants.size + writer->versions_size + writer->lives_size;
+    out->bytes = pod->constants.size + writer->versions_size + writer->lives_size + pod_directories_size(pod);
     out->shapes = POD_SHAPE_GONE - writer->shape_free_count;
     pod_unlock(pod);
 }
@@ -403,94 +404,4 @@ uint64_t kvfs_pod_sweep(struct kvfs_pod *pod, uint64_t buckets) {
         buckets -= slice;
     }
     return went;
-}
-
-/* ---- repeats: every version has the parity of the repeat in which its slot said so last ---- */
-
-static bool is_of(const struct kvfs_pod *pod, const struct pod_value *value, uint32_t slot) {
-    if (pod_is_directory((uint32_t)(get(&pod->shapes[value->shape].pages_mode) >> 32)))
-        return value->place == slot;
-    return pod_owner(&pod->constants, (uint32_t)(value->place / pod->constants.segment_pages)) == slot;
-}
-
-/* All live entries of the slot with this parity: removed, or given the other parity. */
-static uint64_t walk(struct kvfs_pod *pod, uint32_t slot, unsigned parity, bool remove) {
-    uint64_t count = 0;
-
-    for (uint64_t bucket = 0; bucket < pod->constants.buckets;) {
-        uint64_t end = min_u64(bucket + SLICE, pod->constants.buckets);
-
-        pod_lock(pod);
-        for (; bucket < end; bucket++) {
-            for (int i = 0; i < POD_ENTRIES; i++) {
-                struct pod_slot at = {.bucket = bucket, .index = i};
-                struct pod_value value;
-
-                if (pod_state(pod, at, &value) != POD_LIVE || *pod_version(pod, at) >> POD_PARITY_SHIFT != parity || !is_of(pod, &value, slot))
-                    continue;
-                count++;
-                if (!remove) {
-                    *pod_version(pod, at) ^= UINT64_C(1) << POD_PARITY_SHIFT;
-                    continue;
-                }
-                pod_clear(pod, at);
-                pod_release(pod, POD_LIVE, &value);
-                pod->writer->count.removed++;
-            }
-        }
-        pod_unlock(pod);
-    }
-    return count;
-}
-
-int kvfs_pod_repeat_begin(struct kvfs_pod *pod, uint32_t slot) {
-    struct pod_writer *writer = pod->writer;
-    bool again;
-
-    assert(writer);
-    if (slot >= pod->constants.nodes || slot == writer->own_slot)
-        return -EINVAL;
-    pod_lock(pod);
-    again = writer->repeating[slot];
-    if (!again)
-        writer->repeat_parity[slot] ^= 1;
-    writer->repeating[slot] = 1;
-    pod_unlock(pod);
-    /* An interrupted repeat has confirmed nothing. */
-    if (again)
-        walk(pod, slot, writer->repeat_parity[slot], false);
-    return 0;
-}
-
-static uint64_t displaced(struct kvfs_pod *pod) {
-    uint64_t count;
-
-    pod_lock(pod);
-    count = pod->writer->count.displaced;
-    pod_unlock(pod);
-    return count;
-}
-
-uint64_t kvfs_pod_repeat_end(struct kvfs_pod *pod, uint32_t slot) {
-    struct pod_writer *writer = pod->writer;
-    uint64_t count = 0, moved = UINT64_MAX;
-    bool begun;
-
-    assert(writer);
-    if (slot >= pod->constants.nodes)
-        return 0;
-    pod_lock(pod);
-    begun = writer->repeating[slot];
-    pod_unlock(pod);
-    if (!begun)
-        return 0;
-    /* An entry that moves while the walk passes may evade it: some of a million in the first walk, none in the next. */
-    for (int walks = 0; walks < WALKS_MAX && moved != displaced(pod); walks++) {
-        moved = displaced(pod);
-        count += walk(pod, slot, writer->repeat_parity[slot] ^ 1u, true);
-    }
-    pod_lock(pod);
-    writer->repeating[slot] = 0;
-    pod_unlock(pod);
-    return count;
 }
