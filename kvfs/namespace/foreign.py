@@ -63,8 +63,8 @@ class ForeignNames:
         return self._map.unlink(parent, name)
 
     async def record(self, number: InodeNumber) -> Inode:
-        """The record in the header of another node's block, under its present name and with its present rights, which
-        the header lacks if they were changed after the seal. StaleInodeError if it is gone."""
+        """The record in the header of another node's block, under its present name and with its present rights. The
+        header has those of the seal. StaleInodeError if it is gone."""
         known = self._map.known(number)
         gone = StaleInodeError(f"inode {number:#x}: a block of another node, gone")
         if known is None or not known.name:

@@ -212,8 +212,8 @@ class Blocks:
         self.tell_hosts()
 
     def _look_at_directory(self, inode: Inode) -> None:
-        """Another node has changed its rights, or has nothing in it any more. What is here only because it was looked
-        up goes with the last node that has it."""
+        """Another node has changed its rights, or has nothing in it any more. A directory that
+        was only looked up here goes with the last node that has it."""
         if self.follow_rights(inode) is not inode or InodeFlags.BORROWED not in inode.flags:
             return
         if self._rights(inode) is None and self.index.is_empty(inode.inode):

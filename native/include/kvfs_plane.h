@@ -333,8 +333,8 @@ void kvfs_inode_done(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t 
 /* Beyond share: sealed, and all its users hold more than their share; eviction may take it. Leased: neither, and a lease keeps it. */
 enum kvfs_open_state { KVFS_NOT_OPEN = 0, KVFS_OPEN = 1, KVFS_BEING_WRITTEN = 2, KVFS_OPEN_BEYOND_SHARE = 3, KVFS_LEASED = 4 };
 int kvfs_inode_is_open(struct kvfs_plane *plane, uint64_t inode);
-/* As kvfs_inode_is_open(). Another node's change of this name counts up to this version: KVFS_EVENT_OVERTAKEN tells of it again when a file that is
- * being written has lost its last writer. Its seal may have been under way already, or none may come. */
+/* As kvfs_inode_is_open(). Another node's change of this name counts up to this version. A file that is being written stays:
+ * KVFS_EVENT_OVERTAKEN tells of it again when the last writer has gone. Its seal may have been under way already, or none may come. */
 int kvfs_inode_overtaken(struct kvfs_plane *plane, uint64_t inode, uint64_t version);
 
 /* ---- the feed: changes of blocks' names, for native clients that subscribed (block/feed.h) ---- */

@@ -292,7 +292,7 @@ static void test_the_rights_that_were_set_last_count_for_all_who_have_a_director
     CHECK(mode_of(7) == 0700);
     tell(5, KVFS_POD_DIRECTORY_HERE, 7, 1001, 0777); /* it has not heard of that */
     CHECK(mode_of(7) == 0700);
-    tell(2, KVFS_POD_DIRECTORY_GONE, 7, 1002, 0); /* who closed it has left it */
+    tell(2, KVFS_POD_DIRECTORY_GONE, 7, 1002, 0); /* the node that closed it */
     CHECK(mode_of(7) == 0700);
     tell(1, KVFS_POD_DIRECTORY_HERE, 7, 1003, 0711);
     CHECK(mode_of(7) == 0711);

@@ -165,7 +165,7 @@ def test_a_directory_that_is_closed_is_closed_on_every_node(pod: Pod, here: str,
     (a.mount / top).chmod(0o700)
     agree(pod.nodes, top, (0o700, 0, 0))
     assert all(refused(node.mount / top / "a") for node in pod.nodes)
-    os.chown(b.mount / top, 7, 8)  # whoever has it, or has looked at it, may change it
+    os.chown(b.mount / top, 7, 8)  # a node that has only looked at it may, too
     agree(pod.nodes, top, (0o700, 7, 8))
     remount([b, c], pod)
     agree(pod.nodes, top, (0o700, 7, 8))

@@ -86,7 +86,7 @@ static void news_here(struct kvfs_plane *plane, const struct kvfs_inode_record *
         .uid = r->uid,
         .gid = r->gid};
     kvfs_news_add(plane->news, &item);
-    /* Another node has stored it later, or set a directory's rights later. That a directory is here says nothing of who else has it. */
+    /* Another node has stored it later, or set a directory's rights later. An own directory takes nobody's away. */
     const bool overtaken = directory && theirs != FOREIGN_BLOCK ? kvfs_pod_version(plane->pod, low, high) > r->version
                                                                 : kvfs_pod_remove(plane->pod, low, high, r->version) == -ESTALE;
     if (overtaken)

@@ -366,7 +366,7 @@ uint32_t file_kept_extents(const struct file *file, bool sealing, struct kvfs_ex
 
 void file_free(struct kvfs_plane *plane, struct node *node) {
     struct file *file = node->file;
-    if (file->overtaken) /* what was sealed last may be older than that */
+    if (file->overtaken) /* the last seal may be older than that */
         event_add(plane, KVFS_EVENT_OVERTAKEN, node->inode, file->overtaken);
     for (uint32_t i = 0; i < file->chunk_count; i++)
         if (file->chunks[i].slot)

@@ -2,7 +2,7 @@
  *
  * Each node tells in order whether it has a directory, so what it said last counts, whatever the versions. A version is of the rights alone.
  * A directory here is found by its whole key, through chains. Two sets of slots follow each: those that have it, and in which repeat they said so. All
- * of this is with the mutex. Memory is touched from the front on as directories come; beyond the bound their holders are not known, and the entry goes
+ * of this is with the mutex. Memory is touched from the front on as directories come. Beyond the bound their holders are not known: the entry goes
  * with the first of them. */
 #include "pod/pod_layout.h"
 

@@ -213,8 +213,8 @@ static bool is_directory(const struct kvfs_pod *pod, const struct pod_value *val
     return pod_is_directory((uint32_t)(get(&pod->shapes[value->shape].pages_mode) >> 32));
 }
 
-/* 0: apply; 1: known already; -ESTALE. An owner's news come in order: of one version the last place is the block's, and of a directory it counts that
- * the owner has it again. On flash a header may name a directory that was removed after it. */
+/* 0: apply; 1: known already; -ESTALE. An owner's news come in order. So of one version the last place is the block's, and a directory that is told
+ * again is there again. On flash a header may name a directory that was removed after it. */
 static int compare(const struct kvfs_pod *pod, struct pod_slot slot, const struct kvfs_pod_entry *entry, enum pod_state state,
                    const struct pod_value *value, enum pod_source source) {
     uint64_t version = version_of(pod, slot);
