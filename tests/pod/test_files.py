@@ -179,10 +179,14 @@ def test_rmdir_while_the_other_has_something_there(here: pathlib.Path, there: pa
     (there / "d" / "b").unlink()
 
     def removed() -> bool:
-        with contextlib.suppress(OSError):
+        try:
             (there / "d").rmdir()
+        except FileNotFoundError:  # both had left it: the news of the other's leave has taken it away
             return True
-        return False
+        except OSError as error:
+            assert error.errno == errno.ENOTEMPTY
+            return False
+        return True
 
     wait_until(removed, "the directory is the last node's to remove", timeout_s=10)
     missing(here / "d")
