@@ -84,6 +84,7 @@ struct handle {
     uint32_t listed; /* a directory: inodes that the listing through this handle has made */
     bool writer;
     bool unread; /* the first READ, or else the close, is a use of the block */
+    bool uncached; /* opened with FOPEN_DIRECT_IO: its kernel asks for no FSYNC behind a write with O_DSYNC, so the WRITE's own flag counts */
 };
 /* A kernel may bring a number of an earlier daemon, as a guest outlives its daemons. Numbers begin anywhere, so 1 of 2^42 is one of
  * ours by chance. And a handle is found only with its transport and its inode. */
@@ -136,6 +137,7 @@ void handle_reads(struct kvfs_plane *plane, const struct handle *handle, uint64_
 /* Copies a handle of that inode and references its node once more; false: no such file handle. A copy, as a hostile guest may release the handle at any
  * moment. */
 bool handle_find(struct kvfs_plane *plane, struct transport *transport, uint64_t fh, uint64_t inode, struct handle *out);
+void handle_set_uncached(struct kvfs_plane *plane, struct transport *transport, uint64_t fh, uint64_t inode);
 int handle_open_directory(struct kvfs_plane *plane, struct transport *transport, uint64_t inode, uint64_t *fh);
 /* The count of inodes that listings through a directory's handle have made, with `more` added. UINT32_MAX: no such handle. */
 uint32_t handle_listed(struct kvfs_plane *plane, struct transport *transport, uint64_t fh, uint64_t inode, uint32_t more);

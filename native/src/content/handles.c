@@ -107,6 +107,14 @@ void handle_reads(struct kvfs_plane *plane, const struct handle *found, uint64_t
         handle_used(plane, found->node, found_add);
 }
 
+void handle_set_uncached(struct kvfs_plane *plane, struct transport *transport, uint64_t fh, uint64_t inode) {
+    pthread_mutex_lock(&plane->handles.lock);
+    struct handle *handle = handle_look(&plane->handles, transport, fh, inode, false);
+    if (handle)
+        handle->uncached = true;
+    pthread_mutex_unlock(&plane->handles.lock);
+}
+
 uint32_t handle_listed(struct kvfs_plane *plane, struct transport *transport, uint64_t fh, uint64_t inode, uint32_t more) {
     pthread_mutex_lock(&plane->handles.lock);
     struct handle *handle = handle_look(&plane->handles, transport, fh, inode, true);

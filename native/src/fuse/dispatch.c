@@ -312,6 +312,8 @@ static void do_write(struct server *server, struct fuse_in_header *in) {
     request->slot_count = 1;
     request->payload = server->landing->data;
     request->cached = write.write_flags & FUSE_WRITE_CACHE;
+    if (handle.uncached && write.flags & O_DSYNC) /* O_SYNC has that bit, too */
+        request->done = mux_sync_written;
     request->user = handle.user;
     server->landing = NULL;
     struct node *node = request->node;

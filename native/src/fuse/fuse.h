@@ -120,6 +120,8 @@ void reply_data(struct server *server, uint64_t unique, const void *data, uint32
 void reply_error(struct server *server, uint64_t unique, int error);
 void reply_to_read(struct request *request, int64_t result);
 void reply_to_write(struct request *request, int64_t result);
+void write_count(struct request *request); /* it has succeeded */
+void write_over(struct request *request);  /* it is answered, or will be by others */
 
 /* ---- mux.c: the session ---- */
 
@@ -157,6 +159,8 @@ int mux_init(struct kvfs_plane *plane);
 void mux_free(struct kvfs_plane *plane);
 /* Pass the request in server->head on to Python. offset, flags: kept for the reply. */
 void mux_forward(struct server *server, uint32_t flags, uint64_t offset);
+/* The end of a WRITE with O_DSYNC, by any thread: Python makes the bytes durable, and then it is answered. */
+void mux_sync_written(struct request *request, int64_t result);
 /* The request in server->head, a CREATE, UNLINK, RENAME or FLUSH, was done here: answer it. */
 void mux_answer_created(struct server *server, uint32_t flags, const struct kvfs_record *record);
 void mux_answer_done(struct server *server);

@@ -27,6 +27,7 @@
 #define LISTED_S 1u
 /* A kernel checks the mode of a file that it has just created, and would ask for it. The kernel counts the size itself. */
 #define CREATED_NS 100000000u
+#define FSYNC_DATA 1u /* FUSE_FSYNC_FDATASYNC; older headers lack it */
 
 int mux_init(struct kvfs_plane *plane) {
     struct mux *mux = &plane->fuse->mux;
@@ -221,10 +222,9 @@ static struct call *call_make(struct mux *mux, const struct fuse_in_header *in, 
 }
 
 /* `held`: NULL, or the call is to stay here: it is put there, and not handed to Python. */
-static void forward(struct server *server, uint32_t flags, uint64_t offset, struct call **held) {
+static void forward(struct server *server, struct fuse_in_header *in, uint32_t flags, uint64_t offset, struct call **held) {
     struct kvfs_plane *plane = server->plane;
     struct mux *mux = &plane->fuse->mux;
-    struct fuse_in_header *in = (struct fuse_in_header *)(void *)server->head;
     const uint32_t size = in->len;
     uint64_t unique = in->unique, now = now_ns();
     bool is_call, first = false;
@@ -300,7 +300,32 @@ static void forward(struct server *server, uint32_t flags, uint64_t offset, stru
         server_wake(&server->transport->servers[0]); /* the leader waits for the session's reply, and checks deadlines */
 }
 
-void mux_forward(struct server *server, uint32_t flags, uint64_t offset) { forward(server, flags, offset, NULL); }
+void mux_forward(struct server *server, uint32_t flags, uint64_t offset) {
+    forward(server, (struct fuse_in_header *)(void *)server->head, flags, offset, NULL);
+}
+
+void mux_sync_written(struct request *request, int64_t result) {
+    if (result < 0 || !request->size) {
+        reply_to_write(request, result);
+        return;
+    }
+    struct {
+        struct fuse_in_header head;
+        struct fuse_fsync_in sync;
+    } message;
+    memset(&message, 0, sizeof(message));
+    message.head.len = sizeof(message);
+    message.head.opcode = FUSE_FSYNC;
+    message.head.unique = request->unique;
+    message.head.nodeid = request->node->inode;
+    message.sync.fh = request->node->inode;
+    message.sync.fsync_flags = FSYNC_DATA;
+    struct server *server = request->server;
+    write_count(request);
+    forward(server, &message.head, 0, request->size, NULL);
+    server_wake(&server->transport->servers[0]); /* this may be a worker, while the leader sleeps */
+    write_over(request);
+}
 
 /* A FLUSH that waits for its seal. Python has not been told of it. */
 struct held_flush {
@@ -341,7 +366,7 @@ void mux_flush_file(struct server *server) {
         return;
     }
     held->flush = (struct flush){.plane = plane, .inode = in->nodeid, .done = flush_done};
-    forward(server, 0, 0, &held->call);
+    forward(server, in, 0, 0, &held->call);
     if (!held->call) /* refused, or it has gone to the session */
         free(held);
     else if (flush_start(&held->flush, &server->io.ring) < 0)
@@ -463,8 +488,13 @@ static int open_reply(struct kvfs_plane *plane, struct pending *p, uint64_t inod
     }
     out->fh = fh;
     out->open_flags = writer ? OPEN_PARALLEL_DIRECT_WRITES : 0;
-    if (cache_bypass(p->transport, node, p->opcode == FUSE_CREATE && (p->flags & O_ACCMODE) == O_WRONLY) || uncached)
+    /* Linux asks for no FSYNC behind a synchronous write that bypasses its cache. So such a writer's file has pages: one FSYNC a write(2), not one a
+     * WRITE. */
+    bool bypasses = p->opcode == FUSE_CREATE && (p->flags & O_ACCMODE) == O_WRONLY && !(p->flags & O_DSYNC);
+    if (cache_bypass(p->transport, node, bypasses) || uncached) {
         out->open_flags |= OPEN_DIRECT_IO;
+        handle_set_uncached(plane, p->transport, fh, node->inode);
+    }
     return 0;
 }
 
@@ -643,6 +673,14 @@ static int reply_patch(struct kvfs_plane *plane, struct pending *p, uint8_t **bo
         attr_patch(plane, out);
         return 0;
     case FUSE_OPENDIR: return *length < sizeof(struct fuse_open_out) ? -EIO : opendir_reply(plane, p, out);
+    case FUSE_FSYNC:
+        if (p->offset) { /* mux_sync_written(): the WRITE is answered */
+            struct fuse_write_out *written = (struct fuse_write_out *)(void *)plane->fuse->mux.strip;
+            *written = (struct fuse_write_out){.size = (uint32_t)p->offset};
+            *body = (uint8_t *)written;
+            *length = sizeof(*written);
+        }
+        return 0;
     case FUSE_READDIR:
     case FUSE_READDIRPLUS:
         *length = listing_make(plane, p, *body, *length, plane->fuse->mux.strip);

@@ -50,23 +50,32 @@ static void written_without_handle(struct kvfs_plane *plane, struct node *node) 
         node_released(plane, node, true);
 }
 
-void reply_to_write(struct request *request, int64_t result) {
+void write_count(struct request *request) {
     struct kvfs_plane *plane = request->io->plane;
-    assert(request->write);
-    assert(result <= 0);
-    if (result < 0) {
-        reply_error(request->server, request->unique, (int)result);
-        slow_look(plane, FUSE_WRITE, request->node->inode, now_ns() - request->arrived_ns);
-    } else {
-        struct fuse_write_out out = {.size = request->size};
-        COUNT(plane, writes, 1);
-        COUNT(plane, write_bytes, request->size);
-        reply_data(request->server, request->unique, &out, sizeof(out));
-        slow_look(plane, FUSE_WRITE, request->node->inode, latency_add(plane, LATENCY_WRITE, request->arrived_ns));
-    }
+    COUNT(plane, writes, 1);
+    COUNT(plane, write_bytes, request->size);
+    slow_look(plane, FUSE_WRITE, request->node->inode, latency_add(plane, LATENCY_WRITE, request->arrived_ns));
+}
+
+void write_over(struct request *request) {
+    struct kvfs_plane *plane = request->io->plane;
     if (request->transport->guest) {
         if (atomic_load(&request->node->host_cached))
             notify_inode(plane, request->node->inode);
         written_without_handle(plane, request->node); /* the guest may have released the handle meanwhile, and nothing else would seal this */
     }
+}
+
+void reply_to_write(struct request *request, int64_t result) {
+    assert(request->write);
+    assert(result <= 0);
+    if (result < 0) {
+        reply_error(request->server, request->unique, (int)result);
+        slow_look(request->io->plane, FUSE_WRITE, request->node->inode, now_ns() - request->arrived_ns);
+    } else {
+        struct fuse_write_out out = {.size = request->size};
+        write_count(request);
+        reply_data(request->server, request->unique, &out, sizeof(out));
+    }
+    write_over(request);
 }
