@@ -25,7 +25,7 @@ from kvfs.frames import Frames
 from kvfs.names import LOOK, Evicted, Leave, Look, Names
 from kvfs.podmap import PodMap, PodOptions
 from kvfs.record import RECORD_BYTES, RECORD_SIZE, Extent
-from kvfs.types import PAGE_SIZE, InodeNumber, SegmentIndex
+from kvfs.types import PAGE_SIZE, InodeNumber, SegmentIndex, UserNumbers
 from kvfs.uses import Uses
 
 log = logging.getLogger(__name__)
@@ -238,7 +238,7 @@ _STATISTICS = [
     "reads", "read_bytes", "writes", "write_bytes", "checksum_errors", "read_errors", "staged_bytes", "staging_size",
     "staged_files", "open_handles", "parked", "spins", "sleeps", "wakeups", "blocks_written", "blocks_copied",
     "written_bytes", "jobs_in_flight", "zombies", "open_bytes", "slow_requests", "handed", "flushes_sealed",
-    "ring_requests", "uses",
+    "ring_requests", "uses", "staging_waits", "staging_refusals", "staging_short",
 ]  # fmt: skip
 _DEVICE_STATISTICS = [
     "reads", "read_bytes", "writes", "write_bytes", "errors", "timeouts", "read_ns", "write_ns",
@@ -687,17 +687,29 @@ class Plane:
         """Whether the user has fewer names that eviction cannot take than one user may have."""
         return bool(lib.kvfs_names_ask(self._plane, user) == 0)
 
+    def set_staging_share(self, size: int) -> None:
+        """Set the bytes of memory of files being written that one user may have while others have less than that."""
+        lib.kvfs_set_staging_share(self._plane, size)
+
     def user_hold(self, user: int, size: int) -> None:
         """Set the bytes that a user holds besides open blocks."""
         lib.kvfs_user_hold(self._plane, user, size)
 
-    def users(self) -> list[tuple[int, int, int, int, int]]:
-        """For each user that was ever seen: id, bytes of open blocks and of files being written, open blocks evicted,
-        and names that eviction cannot take."""
+    def users(self) -> list[UserNumbers]:
+        """Each user that was ever seen."""
         out = ffi.new("struct kvfs_user[]", _USERS_MAX)
         count = lib.kvfs_users(self._plane, out, _USERS_MAX)
         return [
-            (out[i].id, out[i].open_bytes, out[i].writing_bytes, out[i].evicted, out[i].names) for i in range(count)
+            UserNumbers(
+                user.id,
+                user.open_bytes,
+                user.writing_bytes,
+                user.evicted,
+                user.names,
+                user.staged_bytes,
+                user.staging_refusals,
+            )
+            for user in (out[i] for i in range(count))
         ]
 
     def inode_user(self, inode: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NewType
 
 InodeNumber = NewType("InodeNumber", int)
@@ -19,3 +20,17 @@ COUNTER_BITS = 40
 EPOCH_MAX = (1 << 21) - 1
 # The inode numbers of a pod's directories: made of parent and name.
 INODE_DERIVED = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class UserNumbers:
+    """Bytes of open blocks and of files being written, blocks evicted while they were open, and names that eviction
+    cannot take. Then bytes of memory of files being written, and writes that were refused for want of it."""
+
+    user: int
+    open: int
+    writing: int
+    evicted: int
+    names: int
+    staged: int
+    staging_refusals: int

@@ -125,6 +125,7 @@ def live_status(
         },
         "names": {"size": space.inodes_max, "used": space.inodes, "kept": space.inodes_kept},
         "share": store.shares.size,
+        "staging_share": store.shares.staging_size,
         "users": [{"name": name_of(user.user), **dataclasses.asdict(user)} for user in store.shares.statistics()],
         "segments": {
             **_layout_part(config),

@@ -68,6 +68,7 @@ def advice(status: Json) -> list[str]:
         found.append(
             f"{counted(number(counters, 'forward_timeouts'), 'request')} got no answer in time and failed with EIO"
         )
+    found += _staging_advice(status)
     space = section(status, "space")
     size = number(space, "size")
     if size and number(space, "pinned") > size / 2:
@@ -90,6 +91,26 @@ def _names_advice(status: Json) -> list[str]:
     if size and kept > size * _NAMES_MANY:
         found.append(f"{kept * 100 / size:.0f}% of the table of names is {what}; {how}")
     return found
+
+
+def _staging_advice(status: Json) -> list[str]:
+    """The holder of most memory of files being written, while that is short."""
+    counters, users = section(status, "counters"), items(status, "users")
+    if not number(counters, "staging_short"):
+        return []
+    most = max(users, key=lambda user: number(user, "staged"), default=None)
+    who = "" if most is None else f", {size_text(number(most, 'staged'))} of that by {most.get('name')}"
+    refused = [str(user.get("name")) for user in users if number(user, "staging_refusals")]
+    end = f"; writes of {', '.join(refused)} were refused" if refused else ""
+    used, size, share = (
+        number(counters, "staged_bytes"),
+        number(counters, "staging_size"),
+        number(status, "staging_share"),
+    )
+    return [
+        f"memory for files being written is short: {size_text(used)} of {size_text(size)} in use{who} (share of one "
+        f"user {size_text(share)}){end}; close files that are written, or mount with more --staging"
+    ]
 
 
 _KEPT = {
@@ -126,9 +147,10 @@ def render_evicted(result: Json) -> str:
 def _user_rows(status: Json) -> list[list[str]]:
     """The holders of blocks that eviction leaves alone."""
     title = f"user (share {size_text(number(status, 'share'))})"
-    rows = [[title, "open", "writing", "pinned", "reserved", "slabs", "evicted open", "names"]]
+    rows = [[title, "open", "writing", "staged", "pinned", "reserved", "slabs", "evicted open", "names"]]
     for user in items(status, "users"):
-        sizes = [size_text(number(user, kind)) for kind in ("open", "writing", "pinned", "reserved", "slabs")]
+        kinds = ("open", "writing", "staged", "pinned", "reserved", "slabs")
+        sizes = [size_text(number(user, kind)) for kind in kinds]
         counts = [f"{number(user, kind):.0f}" for kind in ("evicted_open", "names")]
         rows.append([str(user.get("name")), *sizes, *counts])
     return rows

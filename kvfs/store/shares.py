@@ -5,6 +5,9 @@ The data plane counts what is open (content/shares.c), and may let go of it beyo
 here come first. Pins beyond the share hold no longer; reservations and slabs beyond it are refused. Files being
 written, which the data plane counts too, may be more, as long as a share of room is left to others. Root and the
 daemon's own user may hold all. A guest is one user, whatever users it has.
+
+Memory of files being written has shares of the same part (content/staging.c). A user beyond the share leaves one share
+to others, and has files spilled.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from dataclasses import dataclass
 
 from kvfs.errors import ShareError
 from kvfs.plane import Plane
+from kvfs.types import UserNumbers
 from kvfs.units import told_size
 
 PINNED, RESERVED, SLABS = "pinned", "reserved", "slabs"
@@ -28,7 +32,8 @@ _MANY_NAMES = 64
 @dataclass(frozen=True, slots=True)
 class UserStatistics:
     """Bytes that a user holds, and how many blocks were evicted while they were open. And names that eviction cannot
-    take: of directories, links, and files that are being made or have lost theirs."""
+    take: of directories, links, and files that are being made or have lost theirs. Then bytes of memory of files being
+    written, and how many writes were refused for want of it."""
 
     user: int
     open: int
@@ -39,6 +44,8 @@ class UserStatistics:
     evicted_open: int
     names: int
     names_beyond: bool  # it makes no more directories
+    staged: int
+    staging_refusals: int
 
 
 class Shares:
@@ -48,11 +55,14 @@ class Shares:
         self._held: dict[str, Counter[int]] = {kind: Counter() for kind in _KINDS}
         self._changed: set[int] = set()
         self.size = 0
+        self.staging_size = 0
 
     def resize(self, capacity: int) -> None:
         """Set the number of bytes that the pool can hold now."""
         self.size = int(capacity * self._part)
         self._plane.set_share(self.size, self._part, self._exempt)
+        self.staging_size = int(self._plane.statistics()["staging_size"] * self._part)
+        self._plane.set_staging_share(self.staging_size)
 
     def take_part(self, part: float) -> None:
         """Another share from the next resize() on."""
@@ -121,14 +131,21 @@ class Shares:
         """Users that hold anything, or lost an open block; the largest holders first. Of names only those count who
         have many."""
         many = self._plane.table_statistics()["records_max"] // _MANY_NAMES
-        known = {user: numbers for user, *numbers in self._plane.users()}
+        known = {user.user: user for user in self._plane.users()}
         found: list[UserStatistics] = []
         for user in known.keys() | {user for held in self._held.values() for user in held}:
-            size, writing, evicted, names = known.get(user, (0, 0, 0, 0))
+            seen = known.get(user) or UserNumbers(user, 0, 0, 0, 0, 0, 0)
             pinned, reserved, slabs = (self._held[kind][user] for kind in _KINDS)
-            beyond = names > many and not self._plane.may_make_directory(user)
-            if size + writing + pinned + reserved + slabs + evicted or names > many:
-                found.append(UserStatistics(user, size, writing, pinned, reserved, slabs, evicted, names, beyond))
+            beyond = seen.names > many and not self._plane.may_make_directory(user)
+            if seen.names > many or any(
+                (seen.open, seen.writing, pinned, reserved, slabs, seen.evicted, seen.staged, seen.staging_refusals)
+            ):
+                found.append(
+                    UserStatistics(
+                        user, seen.open, seen.writing, pinned, reserved, slabs, seen.evicted, seen.names, beyond,
+                        seen.staged, seen.staging_refusals,
+                    )
+                )  # fmt: skip
         return sorted(found, key=_most)
 
 

@@ -154,7 +154,7 @@ const char *kvfs_plane_error(void);
 /* ---- events, completions and calls: one eventfd, readable while one of the queues holds something ---- */
 
 enum kvfs_event_type {
-    KVFS_EVENT_SPILL = 1,           /* inode holds more than its share of staging: spill it */
+    KVFS_EVENT_SPILL = 1,           /* staging is short: spill the inode */
     KVFS_EVENT_RESEAL = 2,          /* the last writer is gone and left unsealed bytes: seal it */
     KVFS_EVENT_IDLE = 3,            /* a nameless inode lost its last handle: delete it */
     KVFS_EVENT_BAD_BLOCK = 4,       /* a block failed verification, value = segment: drop it */
@@ -448,7 +448,7 @@ struct kvfs_seal_info {
     int64_t mtime_ns;
     uint32_t data_pages;   /* pages to be written */
     uint32_t ranges;       /* contiguous file ranges they form */
-    uint32_t kept_extents; /* extents that stay where they are */
+    uint32_t kept_extents; /* extents that stay where they are, at most; 0: nothing of the file is on the devices */
     uint32_t dirty;        /* 0: nothing to seal (then seal_begin changed nothing) */
     uint32_t shared;       /* kernels may keep old pages of it: it needs KVFS_INODE_REWRITTEN */
     uint32_t reserved;
@@ -498,7 +498,9 @@ void kvfs_set_space(struct kvfs_plane *plane, uint64_t bytes, int error);
 struct kvfs_user {
     uint32_t id, reserved;
     uint64_t open_bytes, writing_bytes, evicted;
-    uint64_t names; /* of directories, symbolic links, files not sealed yet and files without a name: eviction cannot take them */
+    uint64_t names;            /* of directories, symbolic links, files not sealed yet and files without a name: eviction cannot take them */
+    uint64_t staged_bytes;     /* memory of files being written */
+    uint64_t staging_refusals; /* writes that were refused for want of it */
 };
 /* The share of one user: sealed blocks that are open, and the bytes of kvfs_user_hold. Files being written may be more, as long as a share
  * is left to others; then their writes, and opens for writing, end with EDQUOT. Root and `exempt` may hold
@@ -508,6 +510,9 @@ struct kvfs_user {
 void kvfs_set_share(struct kvfs_plane *plane, uint64_t bytes, uint32_t names_part, uint32_t exempt);
 /* Whether the user may make one more directory: 0 or -EDQUOT. Of that share a ninth is for files alone. */
 int kvfs_names_ask(struct kvfs_plane *plane, uint32_t id);
+/* The share of staging of one user, some MiB at least. A user may have more as long as a share is left to others. Beyond it files of the user are
+ * spilled, whatever their size. Where they cannot be, writes end with EDQUOT. */
+void kvfs_set_staging_share(struct kvfs_plane *plane, uint64_t bytes);
 /* Bytes that a user holds besides: pins, reservations, slabs. */
 void kvfs_user_hold(struct kvfs_plane *plane, uint32_t id, uint64_t bytes);
 /* All users seen so far. Returns the count, at most capacity. */
@@ -578,6 +583,9 @@ struct kvfs_statistics {
     uint64_t handed;                /* events, completions and calls that Python took */
     uint64_t flushes_sealed;        /* files that a FLUSH sealed without Python */
     uint64_t uses;                  /* of blocks, as eviction counts them */
+    uint64_t staging_waits;         /* writes that waited for memory of files being written */
+    uint64_t staging_refusals;      /* writes that were refused for want of it */
+    uint64_t staging_short;         /* 1: one of both was in the last 10 s */
     uint64_t ring_requests;         /* came by FUSE over io_uring */
     uint64_t found_ages[KVFS_AGES]; /* opens of sealed blocks, and hits reported by clients: [0] within a second of mtime, [i] below 2^i
                                      * s */

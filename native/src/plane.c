@@ -114,9 +114,11 @@ static int memory_build(struct kvfs_plane *plane) {
     for (uint32_t i = 0; i < SHARDS; i++)
         pthread_mutex_init(&plane->shards[i].lock, NULL);
     pthread_mutex_init(&plane->request_lock, NULL);
+    pthread_mutex_init(&plane->staged_lock, NULL);
     atomic_store(&plane->space, UINT64_MAX);
     atomic_store(&plane->share, UINT64_MAX);
     atomic_store(&plane->names_share, KVFS_WHOLE);
+    atomic_store(&plane->staging_share, UINT64_MAX);
     plane->slow_ns = c->slow_ms ? c->slow_ms * (uint64_t)1000000 : UINT64_MAX;
     int r = handles_init(plane);
     if (r < 0)
@@ -291,6 +293,8 @@ void kvfs_statistics_get(struct kvfs_plane *plane, struct kvfs_statistics *out) 
     TAKE(handed);
     TAKE(flushes_sealed);
     TAKE(ring_requests);
+    TAKE(staging_waits);
+    TAKE(staging_refusals);
 #undef TAKE
     out->zombies = atomic_load_explicit(&plane->array.orphans, memory_order_relaxed);
     /* A name that is being made counts until it is asked for; that takes back what was said of it, but what is told never falls. */
@@ -304,6 +308,7 @@ void kvfs_statistics_get(struct kvfs_plane *plane, struct kvfs_statistics *out) 
     out->forwarded_in_flight = plane->fuse->mux.live_count;
     out->staged_bytes = atomic_load(&plane->staged_bytes);
     out->staging_size = plane->config.staging_size;
+    out->staging_short = staging_is_short(plane);
     out->open_bytes = atomic_load(&plane->open_bytes);
 }
 

@@ -382,6 +382,89 @@ static void test_preallocation_without_a_file(void) {
     printf("ok room for a file whose last writer has just gone is asked for, not refused\n");
 }
 
+#define GREEDY 7777u
+
+/* A file of GREEDY, who pays for what is written inside it. */
+static uint64_t greedy_file(unsigned number, uint64_t *fh) {
+    char name[32];
+    snprintf(name, sizeof(name), "greedy-%u", number);
+    uint64_t inode = create(name, fh);
+    CHECK(kvfs_file_truncate(plane, inode, 100000) == 0);
+    struct node *node = node_get(plane, inode, false);
+    pthread_mutex_lock(&node->lock);
+    file_charge(plane, node->file, user_get(plane, GREEDY));
+    pthread_mutex_unlock(&node->lock);
+    node_put(plane, node);
+    return inode;
+}
+
+/* Ends each spill that is asked for, well or not, until the request is answered. Returns how many that were. */
+static unsigned spills_end(bool well) {
+    unsigned count = 0;
+    struct kvfs_event event;
+    const uint64_t until = now_ns() + 60000000000ull;
+    while (nothing_answered()) {
+        CHECK(now_ns() < until);
+        if (!kvfs_take_events(plane, &event, 1))
+            usleep(1000);
+        else if (event.type == KVFS_EVENT_SPILL) {
+            struct kvfs_seal_info info;
+            if (well) {
+                spill_now(event.inode);
+            } else {
+                CHECK(kvfs_spill_begin(plane, event.inode, &info) == 0 && info.dirty && info.data_pages == 25);
+                CHECK(kvfs_spill_cancel(plane, event.inode) == 0);
+            }
+            count++;
+        }
+    }
+    return count;
+}
+
+/* 64 slots of 1 MiB are all that there is. */
+static void test_a_write_that_can_have_no_memory_is_refused(void) {
+    enum { SHARE = 4, FILES = 64 - SHARE, SIZE = 99000 };
+    uint64_t inodes[FILES + 1], handles[FILES + 1], fh, other = create("modest", &fh);
+    uint8_t *data = pattern(1 << 20, 99);
+    struct kvfs_statistics before, after;
+    struct kvfs_event event;
+    while (kvfs_take_events(plane, &event, 1))
+        ;
+    kvfs_statistics_get(plane, &before);
+    CHECK(before.staged_bytes == 0);
+    kvfs_set_staging_share(plane, 0); /* the least */
+    for (unsigned i = 0; i <= FILES; i++)
+        inodes[i] = greedy_file(i, &handles[i]);
+    for (unsigned i = 0; i < FILES; i++)
+        CHECK(write_at(inodes[i], handles[i], 0, data, SIZE) == 0);
+    CHECK(!kvfs_take_events(plane, &event, 1)); /* nothing is asked for while there is enough */
+    uint64_t id = write_soon(inodes[FILES], handles[FILES], 0, data, SIZE);
+    CHECK(spills_end(false) >= FILES && answer_of(id) == -EDQUOT);
+    kvfs_statistics_get(plane, &after);
+    CHECK(after.staged_bytes == (uint64_t)FILES << 20 && after.staging_refusals == before.staging_refusals + 1);
+    CHECK(after.staging_waits == before.staging_waits + 1 && after.staging_short);
+    CHECK(write_at(other, fh, 0, data, 1 << 20) == 0); /* the share that was left */
+    /* Now spills succeed, and the next write goes on. */
+    usleep(1100000); /* those that failed are asked again */
+    id = write_soon(inodes[FILES], handles[FILES], 0, data, SIZE);
+    CHECK(spills_end(true) >= 2 && answer_of(id) == 0);
+    for (unsigned i = 0; i <= FILES; i++) { /* those that were spilled, with their short last pages, too */
+        CHECK(read_check(inodes[i], handles[i], 0, SIZE, data, 100000) == 0);
+        CHECK(kvfs_file_discard(plane, inodes[i]) == 0);
+        release(inodes[i], handles[i]);
+    }
+    CHECK(kvfs_file_discard(plane, other) == 0);
+    release(other, fh);
+    while (kvfs_take_events(plane, &event, 1))
+        ;
+    kvfs_statistics_get(plane, &after);
+    CHECK(after.staged_bytes == 0);
+    kvfs_set_staging_share(plane, UINT64_MAX);
+    forget_blocks();
+    free(data);
+    printf("ok a write that can have no memory is refused at once, and one for which there will be some waits\n");
+}
+
 int main(void) {
     plane_begin();
     test_writes_beside_a_slow_load();
@@ -392,6 +475,7 @@ int main(void) {
     test_changes_beside_a_seal();
     test_a_reopen_beside_a_copy();
     test_preallocation_without_a_file();
+    test_a_write_that_can_have_no_memory_is_refused();
     plane_end();
     return 0;
 }

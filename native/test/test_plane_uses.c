@@ -104,7 +104,7 @@ static void test_shares(void) {
     kvfs_set_space(plane, before.open_bytes + 5 * SIZE, ENOSPC);
     CHECK(kvfs_file_truncate(plane, written, 3 * SIZE) == 0 && kvfs_file_truncate(plane, written, 3 * SIZE + 1) == -EDQUOT);
     pthread_mutex_lock(&node->lock);
-    file_charge(node->file, user_get(plane, DAEMON)); /* a user who may hold all */
+    file_charge(plane, node->file, user_get(plane, DAEMON)); /* a user who may hold all */
     pthread_mutex_unlock(&node->lock);
     CHECK(writing_of(GREEDY) == 0 && writing_of(DAEMON) == 3 * SIZE && kvfs_file_truncate(plane, written, 9 * SIZE) == 0);
     CHECK(kvfs_file_truncate(plane, written, 0) == 0 && writing_of(DAEMON) == 0 && kvfs_file_truncate(plane, written, SIZE) == 0);

@@ -1,7 +1,7 @@
 /* The content of files: blocks and files being written, in memory, and who has them open. Not installed.
  *
  * Nothing here knows FUSE. A request's maker says how it is answered, resumed and freed (struct request); transports and servers are only names to
- * content. Locks are taken in the order of I1: shard, node, then any one leaf lock (arena, queues, pending). No lock is held across a wait for a
+ * content. Locks are taken in the order of I1: shard, node, staging, then any one leaf lock (arena, queues, pending). No lock is held across a wait for a
  * device (I2).
  */
 #ifndef KVFS_CONTENT_H
@@ -31,13 +31,21 @@ struct transport;
 
 /* ---- node.c, handles.c, uses.c, lease.c: open inodes and handles ---- */
 
+/* Files with staged bytes; that of the longest stay first. Under plane->staged_lock. */
+struct staged_list {
+    struct file *first, *last;
+    uint32_t count;
+    uint64_t asked_bytes; /* spills of so much have been asked, and are not over */
+};
 /* A user's part of the pool. It never goes: a user who comes again finds the place. */
 struct user {
-    atomic_ullong key;         /* id + 1; 0: free */
-    atomic_ullong open, other; /* bytes: blocks open and charged to the user; pins, reservations and slabs, by Python's count */
-    atomic_ullong writing;     /* bytes of files being written */
-    atomic_ullong evicted;     /* blocks that went while the user had them open */
-    atomic_llong names;        /* records that eviction cannot take: kvfs_table_watch() */
+    atomic_ullong key;                            /* id + 1; 0: free */
+    atomic_ullong open, other;                    /* bytes: blocks open and charged to the user; pins, reservations and slabs, by Python's count */
+    atomic_ullong writing;                        /* bytes of files being written */
+    atomic_ullong evicted;                        /* blocks that went while the user had them open */
+    atomic_llong names;                           /* records that eviction cannot take: kvfs_table_watch() */
+    atomic_ullong staged_bytes, staging_refusals; /* memory of files being written; writes that were refused for want of it */
+    struct staged_list staged;
 };
 struct hold {
     struct user *user;
@@ -83,7 +91,7 @@ struct handle {
     uint32_t flags;  /* O_ flags of the open */
     uint32_t listed; /* a directory: inodes that the listing through this handle has made */
     bool writer;
-    bool unread; /* the first READ, or else the close, is a use of the block */
+    bool unread;   /* the first READ, or else the close, is a use of the block */
     bool uncached; /* opened with FOPEN_DIRECT_IO: its kernel asks for no FSYNC behind a write with O_DSYNC, so the WRITE's own flag counts */
 };
 /* A kernel may bring a number of an earlier daemon, as a guest outlives its daemons. Numbers begin anywhere, so 1 of 2^42 is one of
@@ -202,8 +210,9 @@ int space_ask(struct kvfs_plane *plane, const struct user *writer, uint64_t grow
 void user_names(void *plane, uint32_t id, int change);                               /* told by the block table */
 /* Whether the user may make one more record that eviction cannot take: 0 or -EDQUOT. `lasting`: it stays so, which a file does not. Any thread. */
 int names_ask(struct kvfs_plane *plane, const struct user *user, bool lasting);
+bool user_is_exempt(struct kvfs_plane *plane, const struct user *user);
 
-/* ---- staged_file.c, park.c, load.c, file_control.c: files being written ---- */
+/* ---- staged_file.c, staging.c, park.c, load.c, file_control.c: files being written ---- */
 
 enum chunk_state { CHUNK_HOLE = 0, CHUNK_STAGED = 1, CHUNK_PLACED = 2 };
 struct chunk {
@@ -226,22 +235,28 @@ struct file {
     uint64_t *leaves; /* of PLACED pages */
     uint32_t leaf_capacity;
     uint32_t short_page, short_size; /* the one PLACED page whose leaf covers fewer than 4096 bytes; UINT32_MAX: none */
-    uint64_t staged_bytes;           /* of slots */
-    uint64_t counted;                /* its share of plane->open_bytes: the size; a slab has none */
-    struct user *payer;              /* `counted` is charged to it: the last user that made it grow, or the first writer. NULL: nobody yet */
-    struct slab *slab;               /* the content lies there, and is written in place */
-    bool direct;                     /* an open for writing had O_DIRECT */
-    bool past_cache, shared;         /* its writer bypasses its kernel's page cache; others have opened it since: cache_bypass() */
-    bool slab_asked, slab_refused;   /* asked: Python makes it a slab, and writes wait; refused: it stays a file */
-    bool dirty, sealing, spilling, spill_asked, discarded;
+    uint64_t inode;
+    uint64_t staged_bytes;                      /* of slots; changed with plane->staged_lock, too */
+    uint32_t spill_pages;                       /* of spills, beyond the size: headers, and the rest of a last page */
+    uint64_t counted;                           /* its share of plane->open_bytes: the size, and those pages; a slab has none */
+    atomic_bool touched;                        /* written to since the last look of staging.c */
+    struct file *staged_next, *staged_previous; /* these under plane->staged_lock */
+    uint64_t asked_bytes, spill_failed_until_ns;
+    bool spill_asked, spill_whole; /* whole: with its last chunk, which is not full */
+    struct user *payer;            /* `counted` is charged to it: the last user that made it grow, or the first writer. NULL: nobody yet */
+    struct slab *slab;             /* the content lies there, and is written in place */
+    bool direct;                   /* an open for writing had O_DIRECT */
+    bool past_cache, shared;       /* its writer bypasses its kernel's page cache; others have opened it since: cache_bypass() */
+    bool slab_asked, slab_refused; /* asked: Python makes it a slab, and writes wait; refused: it stays a file */
+    bool dirty, sealing, spilling, discarded;
     uint64_t overtaken;  /* up to this version another node's change of its name counts: looked at again when the file ends. 0: none */
     struct desc *sealed; /* the header just written, until seal_end */
     struct request *parked, *parked_last;
 };
 /* All of these take node->lock held, unless they block. */
-struct file *file_new(void);
+struct file *file_new(uint64_t inode);
 int file_from_desc(struct kvfs_plane *plane, struct node *node, const struct desc *desc);
-void file_charge(struct file *file, struct user *user);
+void file_charge(struct kvfs_plane *plane, struct file *file, struct user *user);
 int file_admit(struct kvfs_plane *plane, struct node *node, struct user *user); /* for a writer's open: 0 or -EDQUOT. Takes the lock */
 /* 0; -EAGAIN: parked, and no longer the caller's; -EINPROGRESS: a worker must load chunks first; -ENOSPC, -EDQUOT, -EFBIG, -ENOMEM. */
 int file_write(struct kvfs_plane *plane, struct node *node, struct request *request);
@@ -260,8 +275,19 @@ int file_stage_zeros(struct kvfs_plane *plane, struct file *file);         /* on
 void file_drop_chunk(struct kvfs_plane *plane, struct file *file, uint32_t index);
 uint32_t file_kept_extents(const struct file *file, bool sealing, struct kvfs_extent *out, uint32_t capacity);
 void file_free(struct kvfs_plane *plane, struct node *node); /* drops the file's reference too: the caller calls node_put after */
-/* park.c. -EAGAIN: parked; -EIO: it has waited for too long. */
-int memory_park(struct kvfs_plane *plane, struct node *node, struct request *request);
+/* staging.c. With the node's lock held, but for staging_is_short(). */
+#define STAGING_SHARE_MIN (4 * CHUNK_SIZE)
+void staged_count(struct kvfs_plane *plane, struct file *file, int64_t bytes);      /* so much more lies in memory, or less */
+void staged_charge(struct kvfs_plane *plane, struct file *file, struct user *user); /* `user` pays for it from now on */
+/* A WRITE needs so much more memory: 0; -EAGAIN: parked; -EDQUOT, -ENOSPC: none can be had. */
+int staging_ask(struct kvfs_plane *plane, struct node *node, struct request *request, uint64_t more);
+bool staging_fills(struct kvfs_plane *plane, const struct file *file); /* the file is to spill */
+bool staging_is_short(struct kvfs_plane *plane);                       /* a WRITE had to wait for it lately, or was refused */
+void spill_ask(struct kvfs_plane *plane, struct file *file);
+bool spill_is_whole(struct kvfs_plane *plane, const struct file *file);
+void spill_ended(struct kvfs_plane *plane, struct file *file, bool failed);
+/* park.c */
+void memory_park(struct kvfs_plane *plane, struct request *request);
 void file_park(struct kvfs_plane *plane, struct file *file, struct request *request);
 void file_unpark(struct kvfs_plane *plane, struct file *file);
 void memory_unpark(struct kvfs_plane *plane); /* staging has room again; no lock held */
@@ -380,6 +406,7 @@ struct request {
     uint64_t until_ns; /* READ: answered by then, over all its I/Os */
     uint32_t size;
     bool write, cached; /* cached: a WRITE of pages from its kernel's cache */
+    bool waited;        /* WRITE: for staging */
     uint8_t *payload;   /* WRITE: inside slots[0] */
     struct slot *slots[READ_SLOTS];
     uint32_t slot_count;
@@ -479,7 +506,7 @@ void pool_add(struct worker_pool *pool, struct job *job);
 struct counters {
     atomic_ullong requests, forwarded, forward_timeouts, lookups, lookup_misses, misses_made, opens, opens_found, stale_opens, reads, read_bytes,
         writes, write_bytes, checksum_errors, read_errors, staged_files, open_handles, parked, spins, sleeps, wakeups, blocks_written, blocks_copied,
-        written_bytes, jobs_in_flight, slow_requests, ring_requests, handed, flushes_sealed, uses;
+        written_bytes, jobs_in_flight, slow_requests, ring_requests, handed, flushes_sealed, uses, staging_waits, staging_refusals;
 };
 struct kvfs_plane {
     struct kvfs_plane_config config;
@@ -495,7 +522,9 @@ struct kvfs_plane {
     struct flush *flushes, *flushes_last; /* waiting for room; within a step */
     struct reservations reservations;
     struct arena staging, staging_small, reading, reading_small;
-    atomic_ullong staged_bytes;
+    pthread_mutex_t staged_lock;
+    uint64_t asked_bytes; /* of all lists; under staged_lock */
+    atomic_ullong staged_bytes, staging_share, staging_short_until_ns;
     atomic_ullong open_bytes, space; /* open_bytes: content that eviction must keep, open, leased or being written; space: the pool's room for it */
     atomic_ullong leased_pages;      /* of all leased blocks: each counts once */
     atomic_uint leased_blocks;

@@ -5,7 +5,7 @@
 
 /* Give the node a file, unless it has one. The node's reference belongs to the file from then on. */
 static int file_install(struct kvfs_plane *plane, struct node *node) {
-    node->file = file_new();
+    node->file = file_new(node->inode);
     if (!node->file)
         return -ENOMEM;
     atomic_fetch_add(&node->refs, 1);

@@ -101,7 +101,7 @@ int file_load_chunk(struct kvfs_plane *plane, struct ring *ring, struct node *no
         return -ENOMEM;
     /* leaves of the snapshot begin at `first` */
     placed->leaves -= first;
-    struct slot *slot = slot_get_extra(&plane->staging);
+    struct slot *slot = slot_get_extra(pages * PAGE <= SMALL_SIZE ? &plane->staging_small : &plane->staging);
     int r = slot ? placed_read(plane, ring, placed, first, pages, slot->data) : -ENOMEM;
     free(placed);
     pthread_mutex_lock(&node->lock);

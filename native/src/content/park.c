@@ -36,18 +36,10 @@ void file_unpark(struct kvfs_plane *plane, struct file *file) {
     resume_all(plane, request);
 }
 
-int memory_park(struct kvfs_plane *plane, struct node *node, struct request *request) {
-    assert(is_locked(&node->lock));
-    assert(request->node == node);
-    if (now_ns() - request->arrived_ns > plane->config.request_timeout_ms * 1000000ull)
-        return -EIO;
-    struct file *file = node->file;
-    if (!file->spill_asked)
-        file->spill_asked = event_add(plane, KVFS_EVENT_SPILL, node->inode, file->staged_bytes);
+void memory_park(struct kvfs_plane *plane, struct request *request) {
     pthread_mutex_lock(&plane->request_lock);
     append(plane, &plane->memory_parked, &plane->memory_parked_last, request);
     pthread_mutex_unlock(&plane->request_lock);
-    return -EAGAIN;
 }
 
 void memory_unpark(struct kvfs_plane *plane) {

@@ -376,7 +376,7 @@ static bool write_copies(const struct kvfs_array *array, uint32_t segment) {
 static int own_begin(struct kvfs_plane *plane, struct ring *ring, struct write_job *job) {
     const struct file *file = job->node->file; /* frozen */
     assert(file && file->sealing);
-    if (job->run_count != 1 || file->size > OWN_CHUNKS_MAX * CHUNK_SIZE || file_kept_extents(file, true, NULL, 0) ||
+    if (job->run_count != 1 || file->size > OWN_CHUNKS_MAX * CHUNK_SIZE || file_kept_extents(file, false, NULL, 0) ||
         (file->size > OWN_COPY_MAX && write_copies(&plane->array, job->runs[0].segment)))
         return 1;
     struct seal seal;
@@ -404,9 +404,11 @@ static int own_begin(struct kvfs_plane *plane, struct ring *ring, struct write_j
 
 static int spill_run(struct kvfs_plane *plane, struct ring *ring, struct write_job *job) {
     struct file *file = job->node->file;
-    uint32_t pages, new_count = 0;
+    uint32_t pages, new_count = 0, tail = UINT32_MAX;
     pthread_mutex_lock(&job->node->lock); /* chunks may be appended meanwhile; those being spilled do not change */
     assert(file->spilling);
+    const uint64_t size = file->size;
+    const bool one_short = file->short_page == UINT32_MAX;
     uint32_t range_count = ranges_collect(file, true, NULL, &pages);
     struct range *ranges = malloc((range_count + 1) * sizeof(*ranges));
     struct kvfs_extent *written = malloc((range_count + job->run_count + 1) * sizeof(*written));
@@ -418,7 +420,10 @@ static int spill_run(struct kvfs_plane *plane, struct ring *ring, struct write_j
     }
     if (r == 0)
         for (uint32_t i = 0; i < range_count; i++)
-            leaves_of_range(plane, file, &ranges[i], false);
+            leaves_of_range(plane, file, &ranges[i], one_short);
+    /* The file's last page, if it is spilled and not whole. Its leaf covers the file's bytes alone, unless another page has such a leaf. */
+    if (r == 0 && size % PAGE && range_count && ranges[range_count - 1].file_page + (uint64_t)ranges[range_count - 1].page_count == pages_of(size))
+        tail = (uint32_t)(pages_of(size) - 1);
     /* The chunk array may move while the lock is open: write from a copy of it. */
     struct file copy = *file;
     copy.chunks = r == 0 ? copy_of(file->chunks, file->chunk_count * sizeof(struct chunk)) : NULL;
@@ -446,6 +451,8 @@ static int spill_run(struct kvfs_plane *plane, struct ring *ring, struct write_j
         for (uint32_t i = 0; i < job->run_count; i++)
             bytes += job->runs[i].page_count * PAGE;
         COUNT(plane, written_bytes, bytes);
+        file->spill_pages += job->run_count + (tail != UINT32_MAX);
+        file_count(plane, file);
     }
     for (uint32_t i = 0; i < file->chunk_count; i++) {
         struct chunk *chunk = &file->chunks[i];
@@ -458,8 +465,16 @@ static int spill_run(struct kvfs_plane *plane, struct ring *ring, struct write_j
             chunk_place(job->node, chunk, filled);
         }
     }
+    if (r == 0 && tail != UINT32_MAX) {
+        file->chunks[tail / CHUNK_PAGES].reload =
+            !one_short || file->size != size; /* it has grown, and its leaf does not cover what lies there now */
+        if (one_short) {
+            file->short_page = tail;
+            file->short_size = (uint32_t)(size % PAGE);
+        }
+    }
     file->spilling = false;
-    file->spill_asked = false;
+    spill_ended(plane, file, r < 0);
     file_unpark(plane, file);
     bool discard = file->discarded;
     if (discard)
@@ -606,6 +621,12 @@ static struct write_job *write_job_new(void (*run)(struct kvfs_plane *, struct r
     return job;
 }
 
+/* Extents that stay, and not 0 if the seal reads placed chunks to write them again: a worker does that. */
+static uint32_t kept_extents_max(const struct file *file) {
+    uint32_t placed = file_kept_extents(file, false, NULL, 0), kept = file_kept_extents(file, true, NULL, 0);
+    return kept > placed ? kept : placed;
+}
+
 int kvfs_seal_begin(struct kvfs_plane *plane, uint64_t inode, struct kvfs_seal_info *out) {
     memset(out, 0, sizeof(*out));
     struct node *node = node_get(plane, inode, false);
@@ -627,7 +648,7 @@ int kvfs_seal_begin(struct kvfs_plane *plane, uint64_t inode, struct kvfs_seal_i
         out->mtime_ns = file->mtime_ns;
         out->shared = file->shared;
         out->ranges = ranges_collect(file, false, NULL, &out->data_pages);
-        out->kept_extents = file_kept_extents(file, true, NULL, 0);
+        out->kept_extents = kept_extents_max(file);
     }
     pthread_mutex_unlock(&node->lock);
     node_put(plane, node);
@@ -762,26 +783,31 @@ int kvfs_spill_begin(struct kvfs_plane *plane, uint64_t inode, struct kvfs_seal_
         return -ENOENT;
     pthread_mutex_lock(&node->lock);
     struct file *file = node->file;
+    bool nothing = false;
     int r = !file ? -ENOENT : file->sealing || file->spilling || file->discarded ? -EBUSY : 0;
     if (r == 0) {
         uint32_t last = file->size ? (uint32_t)((file->size - 1) / CHUNK_SIZE) : 0;
         uint64_t taken = 0;
+        bool whole = spill_is_whole(plane, file);
         for (uint32_t i = 0; i < file->chunk_count && taken < 64; i++) {
             struct chunk *chunk = &file->chunks[i];
-            if (chunk->state == CHUNK_STAGED && chunk->filled && (i < last || chunk->filled == CHUNK_SIZE)) {
+            if (chunk->state == CHUNK_STAGED && chunk->filled && (whole || i < last || chunk->filled == CHUNK_SIZE)) {
                 chunk->spilling = true;
                 taken++;
             }
         }
         file->spilling = taken > 0;
-        if (!taken)
-            file->spill_asked = false;
+        nothing = !taken;
+        if (nothing)
+            spill_ended(plane, file, false);
         out->size = file->size;
         out->ranges = ranges_collect(file, true, NULL, &out->data_pages);
         out->dirty = taken > 0;
     }
     pthread_mutex_unlock(&node->lock);
     node_put(plane, node);
+    if (nothing)
+        memory_unpark(plane);
     return r;
 }
 
@@ -819,7 +845,7 @@ int kvfs_spill_cancel(struct kvfs_plane *plane, uint64_t inode) {
         for (uint32_t i = 0; i < file->chunk_count; i++)
             file->chunks[i].spilling = false;
         file->spilling = false;
-        file->spill_asked = false;
+        spill_ended(plane, file, true);
         file_unpark(plane, file);
         if (file->discarded) {
             file_free(plane, node);

@@ -22,7 +22,7 @@ struct user *user_get(struct kvfs_plane *plane, uint32_t id) {
     return &plane->users[USERS_MAX];
 }
 
-static bool is_exempt(struct kvfs_plane *plane, const struct user *user) {
+bool user_is_exempt(struct kvfs_plane *plane, const struct user *user) {
     uint64_t key = atomic_load_explicit(&user->key, memory_order_relaxed);
     return key == 1 || key == (uint64_t)atomic_load(&plane->exempt) + 1;
 }
@@ -30,7 +30,7 @@ static bool is_exempt(struct kvfs_plane *plane, const struct user *user) {
 /* Bytes beyond the share that the user has if `more` bytes are added; 0 if none. */
 static uint64_t user_beyond(struct kvfs_plane *plane, const struct user *user, uint64_t more) {
     uint64_t has = atomic_load(&user->open) + atomic_load(&user->other) + more, share = atomic_load(&plane->share);
-    return has <= share || is_exempt(plane, user) ? 0 : has - share;
+    return has <= share || user_is_exempt(plane, user) ? 0 : has - share;
 }
 
 bool hold_add(struct node *node, struct user *user) {
@@ -151,7 +151,7 @@ int names_ask(struct kvfs_plane *plane, const struct user *user, bool lasting) {
     int64_t has = atomic_load_explicit(&user->names, memory_order_relaxed);
     if (lasting)
         has += has / 8;
-    if (part >= KVFS_WHOLE || is_exempt(plane, user))
+    if (part >= KVFS_WHOLE || user_is_exempt(plane, user))
         return 0;
     struct kvfs_table_statistics table;
     kvfs_table_statistics(plane->table, &table);
@@ -182,7 +182,9 @@ int kvfs_users(struct kvfs_plane *plane, struct kvfs_user *out, uint32_t capacit
                                               .open_bytes = atomic_load(&user->open),
                                               .writing_bytes = atomic_load(&user->writing),
                                               .evicted = atomic_load(&user->evicted),
-                                              .names = (uint64_t)atomic_load(&user->names)};
+                                              .names = (uint64_t)atomic_load(&user->names),
+                                              .staged_bytes = atomic_load(&user->staged_bytes),
+                                              .staging_refusals = atomic_load(&user->staging_refusals)};
     }
     return (int)count;
 }

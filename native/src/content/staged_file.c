@@ -10,7 +10,7 @@ uint64_t file_size_max(const struct kvfs_plane *plane) {
     return min_u64(FILE_CHUNKS_MAX * CHUNK_SIZE, plane->config.zone_size * plane->config.stripe_width * 256);
 }
 
-struct file *file_new(void) {
+struct file *file_new(uint64_t inode) {
     struct file *file = calloc(1, sizeof(*file));
     if (!file)
         return NULL;
@@ -18,6 +18,7 @@ struct file *file_new(void) {
     clock_gettime(CLOCK_REALTIME, &ts);
     file->mtime_ns = ts.tv_sec * 1000000000ll + ts.tv_nsec;
     file->short_page = UINT32_MAX;
+    file->inode = inode;
     return file;
 }
 
@@ -52,14 +53,14 @@ int file_grow_leaves(struct file *file, uint32_t count) {
 
 /* The size has changed, and so have the bytes that eviction must keep. */
 void file_count(struct kvfs_plane *plane, struct file *file) {
-    uint64_t size = file->slab ? 0 : file->size;
+    uint64_t size = file->slab ? 0 : file->size + file->spill_pages * PAGE;
     atomic_fetch_add(&plane->open_bytes, size - file->counted); /* modulo 2^64 where it shrinks */
     if (file->payer)
         atomic_fetch_add(&file->payer->writing, size - file->counted);
     file->counted = size;
 }
 
-void file_charge(struct file *file, struct user *user) {
+void file_charge(struct kvfs_plane *plane, struct file *file, struct user *user) {
     if (file->payer == user)
         return;
     if (file->payer) {
@@ -68,7 +69,7 @@ void file_charge(struct file *file, struct user *user) {
     }
     if (user)
         atomic_fetch_add(&user->writing, file->counted);
-    file->payer = user;
+    staged_charge(plane, file, user);
 }
 
 int file_admit(struct kvfs_plane *plane, struct node *node, struct user *user) {
@@ -76,7 +77,7 @@ int file_admit(struct kvfs_plane *plane, struct node *node, struct user *user) {
     struct file *file = node->file;
     bool first = file && !file->payer;
     if (first)
-        file_charge(file, user);
+        file_charge(plane, file, user);
     int r = first && file->counted && writer_lacks(plane, user, 0) ? -EDQUOT : 0;
     pthread_mutex_unlock(&node->lock);
     return r;
@@ -104,6 +105,7 @@ int file_from_desc(struct kvfs_plane *plane, struct node *node, const struct des
     free(file->placed);
     file->placed = placed;
     file->placed_count = desc->extent_count;
+    file->spill_pages = 0;
     copy_bytes(file->leaves, desc->leaves, desc->leaf_count * sizeof(*file->leaves));
     for (uint32_t i = 0; i < file->chunk_count; i++) {
         struct chunk *chunk = &file->chunks[i];
@@ -125,9 +127,7 @@ void file_drop_chunk(struct kvfs_plane *plane, struct file *file, uint32_t index
     struct chunk *chunk = &file->chunks[index];
     assert(!chunk->slot == (chunk->state != CHUNK_STAGED));
     if (chunk->slot) {
-        assert(file->staged_bytes >= chunk->slot->size);
-        file->staged_bytes -= chunk->slot->size;
-        atomic_fetch_sub(&plane->staged_bytes, chunk->slot->size);
+        staged_count(plane, file, -(int64_t)chunk->slot->size);
         slot_put(chunk->slot);
     }
     if (file->short_page != UINT32_MAX && file->short_page / CHUNK_PAGES == index)
@@ -142,8 +142,7 @@ void chunk_stage(struct kvfs_plane *plane, struct file *file, uint32_t index, st
     chunk->slot = slot;
     chunk->filled = filled;
     chunk->state = CHUNK_STAGED;
-    file->staged_bytes += slot->size;
-    atomic_fetch_add(&plane->staged_bytes, slot->size);
+    staged_count(plane, file, (int64_t)slot->size);
 }
 
 int file_stage_zeros(struct kvfs_plane *plane, struct file *file) {
@@ -168,10 +167,8 @@ static void file_grows(struct kvfs_plane *plane, struct file *file, uint64_t siz
     file_count(plane, file);
 }
 
-static struct slot *staging_slot(struct kvfs_plane *plane, uint64_t need) {
-    struct slot *slot = need <= SMALL_SIZE ? slot_get(&plane->staging_small) : NULL;
-    return slot ? slot : slot_get(&plane->staging);
-}
+/* The arena of slots that `need` bytes of a chunk lie in. */
+static struct arena *staging_arena(struct kvfs_plane *plane, uint64_t need) { return need <= SMALL_SIZE ? &plane->staging_small : &plane->staging; }
 
 /* Whether a WRITE of at least one byte can go on: 0, or an error of file_write(). */
 static int write_admit(struct kvfs_plane *plane, struct node *node, struct request *request) {
@@ -184,7 +181,7 @@ static int write_admit(struct kvfs_plane *plane, struct node *node, struct reque
     uint64_t growth = end > file->size ? end - file->size : 0;
     int r = 0;
     if (growth) {
-        file_charge(file, request->user);
+        file_charge(plane, file, request->user);
         r = space_ask(plane, file->payer, growth);
     }
     uint32_t first = (uint32_t)(offset / CHUNK_SIZE), last = (uint32_t)((end - 1) / CHUNK_SIZE);
@@ -192,7 +189,8 @@ static int write_admit(struct kvfs_plane *plane, struct node *node, struct reque
         r = file_grow_chunks(file, last + 1);
     if (r < 0)
         return r;
-    bool fills = false;
+    bool fills = false, load = false;
+    uint64_t more = 0; /* memory */
     for (uint32_t i = first; i <= last; i++) {
         struct chunk *chunk = &file->chunks[i];
         if (chunk->spilling) {
@@ -200,26 +198,28 @@ static int write_admit(struct kvfs_plane *plane, struct node *node, struct reque
             return -EAGAIN;
         }
         bool whole = offset <= i * CHUNK_SIZE && end >= (i + 1) * CHUNK_SIZE;
-        if (chunk->state == CHUNK_PLACED && !whole)
-            return -EINPROGRESS;
-        fills |= min_u64(end, (i + 1) * CHUNK_SIZE) - i * CHUNK_SIZE > chunk->filled;
+        uint64_t need = min_u64(end, (i + 1) * CHUNK_SIZE) - i * CHUNK_SIZE, has = chunk->slot ? chunk->slot->size : 0;
+        load |= chunk->state == CHUNK_PLACED && !whole;
+        fills |= need > chunk->filled;
+        if (chunk->state == CHUNK_PLACED && need < chunk->filled)
+            need = chunk->filled;
+        need = staging_arena(plane, need)->slot_size;
+        more += need > has ? need - has : 0;
     }
     /* ftruncate(2) asks for no space. The space that it added is asked for here, when bytes come to lie there. */
-    return fills ? space_ask(plane, file->payer, growth) : 0;
+    r = fills ? space_ask(plane, file->payer, growth) : 0;
+    if (r == 0)
+        r = staging_ask(plane, node, request, more); /* whatever the memory is: slots, or the request's own, which the file takes over */
+    return r == 0 && load ? -EINPROGRESS : r;
 }
 
-/* Copy `size` bytes to `inside` of a chunk. `torn`: an earlier part of the write lies in another chunk already, so this part exceeds the budget
- * rather than leave the write half done. */
-static int chunk_write(struct kvfs_plane *plane, struct node *node, struct request *request, uint32_t index, uint64_t inside, const uint8_t *payload,
-                       uint64_t size, bool torn) {
-    struct file *file = node->file;
+/* Copy `size` bytes to `inside` of a chunk. */
+static int chunk_write(struct kvfs_plane *plane, struct file *file, uint32_t index, uint64_t inside, const uint8_t *payload, uint64_t size) {
     struct chunk *chunk = &file->chunks[index];
     uint64_t need = inside + size;
     if (chunk->state != CHUNK_STAGED || chunk->slot->size < need) {
-        struct slot *slot = staging_slot(plane, need);
-        if (!slot && !torn)
-            return memory_park(plane, node, request);
-        if (!slot && !(slot = slot_get_extra(&plane->staging)))
+        struct slot *slot = slot_get_extra(staging_arena(plane, need));
+        if (!slot)
             return -ENOMEM;
         uint32_t filled = chunk->state == CHUNK_STAGED ? chunk->filled : 0;
         if (filled)
@@ -259,7 +259,7 @@ int file_write(struct kvfs_plane *plane, struct node *node, struct request *requ
             request->slot_count = 0;
             continue;
         }
-        r = chunk_write(plane, node, request, index, inside, payload, size, at > offset);
+        r = chunk_write(plane, file, index, inside, payload, size);
         if (r < 0)
             return r;
     }
@@ -268,11 +268,9 @@ int file_write(struct kvfs_plane *plane, struct node *node, struct request *requ
     struct timespec ts;
     clock_gettime(CLOCK_REALTIME, &ts);
     file->mtime_ns = ts.tv_sec * 1000000000ll + ts.tv_nsec;
-    uint64_t share = plane->config.staging_size / 4;
-    if (!file->spill_asked && file->staged_bytes > CHUNK_SIZE * 2 &&
-        (file->staged_bytes > share || atomic_load(&plane->staged_bytes) > plane->config.staging_size / 4 * 3)) {
-        file->spill_asked = event_add(plane, KVFS_EVENT_SPILL, node->inode, file->staged_bytes);
-    }
+    atomic_store_explicit(&file->touched, true, memory_order_relaxed);
+    if (file->staged_bytes > CHUNK_SIZE * 2 && staging_fills(plane, file))
+        spill_ask(plane, file);
     return 0;
 }
 
@@ -374,7 +372,8 @@ void file_free(struct kvfs_plane *plane, struct node *node) {
     assert(file->staged_bytes == 0);
     unsigned long long before = atomic_fetch_sub(&plane->open_bytes, file->counted);
     assert(before >= file->counted);
-    file_charge(file, NULL);
+    spill_ended(plane, file, false);
+    file_charge(plane, file, NULL);
     file_unpark(plane, file); /* they find no file, and end as EIO */
     desc_put(file->sealed);
     slab_put(file->slab);

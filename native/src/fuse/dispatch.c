@@ -371,7 +371,7 @@ static void do_fallocate(struct server *server, struct fuse_in_header *in) {
         bool grows = file && end > file->size, slab = grows && (file->slab || (end >= KVFS_SLAB_MIN && file_untouched(file)));
         r = file ? 0 : -EBUSY; /* the last writer closed it while this one opened it */
         if (grows && !slab) {
-            file_charge(file, handle.user);
+            file_charge(plane, file, handle.user);
             r = file_allocate(plane, handle.node, end);
         }
         pthread_mutex_unlock(&handle.node->lock);

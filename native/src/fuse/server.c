@@ -21,6 +21,7 @@
 #define BACKLOG 4
 #define BATCH 8
 #define IDLE_NS 1000000000ull
+#define UNPARK_NS 250000000ull
 /* Requests that queue up mean that several clients are at work. They can use the time that a poll would burn (8 readers of 2 MiB on two cores: 9.3
  * against 5.1 GB/s). */
 #define CROWDED_NS 5000000ull
@@ -71,6 +72,7 @@ struct pace {
     bool leader, spinning, trimmed;
     uint64_t spin_ns;    /* a poll lasts so long */
     uint64_t expired_ns; /* time of the last look at deadlines */
+    uint64_t unparked_ns;
     uint64_t crowded_ns; /* until then several clients are taken to be at work */
     uint64_t idle_ns;    /* start of the idle time; 0: not idle */
     uint32_t run;        /* weight of requests in a row */
@@ -144,6 +146,8 @@ static void rest(struct server *server, struct pace *pace) {
         timeout = 1000000;
     else if (pace->leader && mux_waiting(plane))
         timeout = 20000000;
+    else if (pace->leader && atomic_load(&plane->count.parked))
+        timeout = UNPARK_NS;
     if (!sleep_until_work(server, pace->leader, timeout))
         return;
     uint64_t now = pace->idle_ns = now_ns();
@@ -156,8 +160,6 @@ static void rest(struct server *server, struct pace *pace) {
     }
     if (server->io.waiting_reads)
         reads_retry(&server->io);
-    if (pace->leader && now - server->last_work_ns > 100000000)
-        memory_unpark(plane); /* so no request waits for memory for ever */
     server->last_work_ns = server->last_work_ns == 0 ? now : server->last_work_ns;
 }
 
@@ -215,6 +217,10 @@ static void *server_main(void *argument) {
             mux_expire(plane, now);
             if (plane->fuse->mux.queue_count)
                 mux_flush(plane);
+        }
+        if (pace.leader && now - pace.unparked_ns > UNPARK_NS) {
+            pace.unparked_ns = now;
+            memory_unpark(plane); /* so no request waits for memory for ever */
         }
         if (work) {
             work_done(server, &pace, now);
