@@ -5,6 +5,7 @@ import ctypes
 import errno
 import io
 import json
+import mmap
 import os
 import pathlib
 import pwd
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from helpers import REPOSITORY, Pool, content, in_child, requires_root, run, wait_until, write_file
+from helpers import REPOSITORY, Pool, content, in_child, opened, requires_root, run, wait_until, write_file
 
 from kvfs import cli
 from kvfs.pool import signatures
@@ -62,7 +63,9 @@ def test_list_has_blocks_bytes_hits_and_ages_of_each_namespace(pool: Pool) -> No
     os.symlink("a", pool.mount / "llama" / "00" / "link")
     write_file(pool.mount / "loose", content(SIZE))
     for _ in range(3):
-        (pool.mount / "llama" / "00" / "a").read_bytes()
+        # Past the kernel's cache: pages from there are read unseen, which is no hit.
+        with opened(pool.mount / "llama" / "00" / "a", os.O_RDONLY | os.O_DIRECT) as descriptor:
+            os.preadv(descriptor, [mmap.mmap(-1, 4096)], 0)
     status, out, error = kvfs("list", pool.mount, "-o", "json")
     assert (status, error) == (0, "")
     found = {row["path"]: row for row in json.loads(out)["namespaces"]}
