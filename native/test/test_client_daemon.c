@@ -222,7 +222,7 @@ static void test_hostile_welcomes(void) {
     d.read_only = true;
     unlocked();
     client = connect_plain();
-    CHECK(put_one(client, "a", "x", 1) == -EROFS && says("no right"));
+    CHECK(put_one(client, "a", "x", 1) == -EROFS && says("read-only"));
     kvfs_close(client);
     daemon_stop(false);
 }
