@@ -142,18 +142,15 @@ class Reservations:
             self._blocks.space.reserved_pages = self.pages + self._resting_of.total()
             self._wake()
 
-    def _resting_pages(self, share: int) -> int:
-        """So many count for others: half the share is theirs even if one user has left all of it."""
+    def _resting_pages(self, user: int, share: int) -> int:
+        """So many count for this user. Half the share is left to others, even if one user has left all of it. A user
+        that has left some waits beyond that half, exempt or not: else it keeps others from all segments, by reserving
+        and leaving again and again."""
         resting = self._resting_of.total()
-        return resting if resting > share else min(resting, share // 2)
-
-    def _room(self, user: int, share: int) -> int:
-        """Pages that a user may reserve. Once it has left some, it has half the share, exempt or not: who reserves and
-        leaves, again and again, would keep others from all segments."""
-        room = self._shares.room(user) // PAGE_SIZE
         if user in self._resting_of:
-            room = min(room, max(0, share // 2 - self._shares.held_as(RESERVED, user) // PAGE_SIZE))
-        return room
+            own = self._shares.held_as(RESERVED, user) // PAGE_SIZE
+            return max(min(resting, share // 2), own + share // 2 - self.pages)
+        return resting if resting > share else min(resting, share // 2)
 
     @staticmethod
     def _check(holder: Holder) -> None:
@@ -206,8 +203,8 @@ class Reservations:
             self._check(holder)
             segment = None if head.lock.locked() else head.segment
             told.segment, told.generation = (NOWHERE, 0) if segment is None else (segment.index, segment.generation)
-            told.room_pages = self._room(holder.user, told.share_pages)
-            told.resting_pages = self._resting_pages(told.share_pages)
+            told.room_pages = self._shares.room(holder.user) // PAGE_SIZE
+            told.resting_pages = self._resting_pages(holder.user, told.share_pages)
             told.moves = self._blocks.directory_moves
             found = frame.go()
             self._look(holder)
