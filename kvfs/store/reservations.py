@@ -144,8 +144,8 @@ class Reservations:
 
     def _resting_pages(self, user: int, share: int) -> int:
         """So many count for this user. Half the share is left to others, even if one user has left all of it. A user
-        that has left some waits beyond that half, exempt or not: else it keeps others from all segments, by reserving
-        and leaving again and again."""
+        that has left some waits beyond that half, exempt or not. Else it keeps others from all segments by reserving
+        and leaving."""
         resting = self._resting_of.total()
         if user in self._resting_of:
             own = self._shares.held_as(RESERVED, user) // PAGE_SIZE
