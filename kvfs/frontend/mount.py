@@ -355,14 +355,19 @@ def _failure(mountpoint: str, reason: str, error: int) -> MountError:
 
 def _has_let_go(pid: int) -> bool:
     """Whether it has ended, but for threads that wait in the kernel with a descriptor table of their own. Such a thread
-    may hold a file of a guest's front end (virtiofs/porter.c). Only the daemon's own table has standard output."""
+    may hold a file of a guest's front end (virtiofs/porter.c). Its standard output is /dev/null, and the daemon's own
+    table has the block table besides."""
     try:
         if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
             return False
         for thread in os.listdir(f"/proc/{pid}/task"):
             with suppress(FileNotFoundError):
-                os.lstat(f"/proc/{pid}/task/{thread}/fd/1")
-                return False
+                table = f"/proc/{pid}/task/{thread}/fd"
+                if os.readlink(f"{table}/1") != os.devnull:
+                    return False
+                for fd in os.listdir(table):
+                    if "memfd:kvfs-block-table" in os.readlink(f"{table}/{fd}"):
+                        return False
     except OSError:  # gone meanwhile, or another user's
         return False
     return True
