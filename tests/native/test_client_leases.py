@@ -125,7 +125,7 @@ def test_kvfs_evict_leaves_what_is_leased_and_says_so(pool, client):
         assert "kept 3 blocks, " in said and "leased by a native client: /llama/" in said, said
     with client.lease(KEYS[:3], 60):
         text = render_status(ask(pool, "status"))
-        assert "leased 3 blocks (7" in text and "K) by 1 clients" in text, text
+        assert "leased 3 blocks (7" in text and "K) by 1 client" in text, text
         assert "kvfs_leased_blocks{" in pool.command("stats", str(pool.path), "--prometheus").stdout
     assert evict_all(pool) == {} and not any(client.exists(KEYS))
 
