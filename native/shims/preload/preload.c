@@ -419,11 +419,10 @@ ssize_t take_recvmsg(int fd, struct msghdr *message, int flags) {
 /* libkvfs asks this of its rings (native/src/io/ring.h). */
 __attribute__((visibility("default"))) int kvfs_own_descriptor(int fd);
 int kvfs_own_descriptor(int fd) { return preload_inside && fd >= 0 ? internal_fd_raise(fd) : descriptor_above(fd); }
-__attribute__((visibility("default"))) void kvfs_own_close(int fd);
-void kvfs_own_close(int fd) {
-    internal_fd_forget(fd);
-    real_close(fd);
-}
+/* And this at the start of a thread of its own: file calls there are the real ones. Taken over they would come back here, and close the very client
+ * whose lock the thread holds. */
+__attribute__((visibility("default"))) void kvfs_own_thread(void);
+void kvfs_own_thread(void) { preload_inside = 1; }
 
 /* ---- the process ---- */
 

@@ -22,7 +22,7 @@ static void connection_free(struct connection *connection) {
         owed = !lane_free(lane) || owed;
     }
     if (connection->socket >= 0)
-        kvfs_own_close(connection->socket);
+        close(connection->socket);
     if (connection->descriptor >= 0)
         close(connection->descriptor);
     free(connection->payload);
@@ -39,7 +39,7 @@ static void connection_free(struct connection *connection) {
     nvme_hosts_stop(&connection->array);
     for (uint32_t i = 0; connection->fds && i < connection->array.device_count; i++)
         if (connection->fds[i] >= 0)
-            kvfs_own_close(connection->fds[i]);
+            close(connection->fds[i]);
     free(connection->fds);
     array_free(&connection->array);
     free(connection);

@@ -30,6 +30,7 @@ static int look(struct kvfs_client *client, unsigned *strange, bool *again) {
 static void *watch_main(void *argument) {
     struct kvfs_client *client = argument;
     unsigned strange = 0;
+    kvfs_own_thread();
     while (!atomic_load(&client->closing)) {
         bool again;
         struct pollfd polls[2] = {{.fd = look(client, &strange, &again), .events = POLLRDHUP}, {.fd = client->watch_fd, .events = POLLIN}};
@@ -58,7 +59,7 @@ void client_watch(struct kvfs_client *client) {
     int r = pthread_create(&client->watcher, NULL, watch_main, client);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (r != 0) {
-        kvfs_own_close(fd);
+        close(fd);
         client->watch_fd = -1;
     }
 }
@@ -69,6 +70,6 @@ void client_watch_end(struct kvfs_client *client) {
     atomic_store(&client->closing, true);
     wake_fd(client->watch_fd);
     pthread_join(client->watcher, NULL);
-    kvfs_own_close(client->watch_fd);
+    close(client->watch_fd);
     client->watch_fd = -1;
 }

@@ -22,8 +22,8 @@ typedef void (*io_callback)(struct io_group *group, bool reaped);
 /* Of a ring: the descriptor that it goes on with, instead of this one, or -1 and errno. Exported by libkvfs for libkvfs_preload, which has its own: a
  * program that closes all descriptors leaves those alone. */
 int kvfs_own_descriptor(int fd);
-/* Of one that a thread of our own may close: libkvfs_preload keeps others from closing it. */
-void kvfs_own_close(int fd);
+/* A thread of our own has begun: in libkvfs_preload its calls are not the program's. */
+void kvfs_own_thread(void);
 
 struct io_part {
     struct io_group *group;
