@@ -160,7 +160,7 @@ sys.exit(main(["bench", "--only", "random-read", "--quick", "--devices", "files"
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, slow(signal.SIGHUP), slow(signal.SIGQUIT)])
 def test_a_bench_removes_what_it_made(tmp_path: pathlib.Path, number: signal.Signals) -> None:
-    command = [sys.executable, "-c", BENCH, str(int(number)), str(tmp_path)]
+    command = ["env", "--default-signal", sys.executable, "-c", BENCH, str(int(number)), str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, cwd=REPOSITORY, check=False)
     assert result.stdout == "1\n" and list(tmp_path.iterdir()) == []
     told = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"

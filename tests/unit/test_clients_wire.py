@@ -323,7 +323,7 @@ def test_what_clients_report_is_shown(pool: Pool) -> None:
         wait_until(lambda: since("gets") == 137, "the report")
         text = pool.command("stats", str(pool.path), "--prometheus").stdout
         assert 'kvfs_native_clients{pool="' in text and "kvfs_native_gets_total{" in text
-        assert "native: 1 clients; read " in pool.command("status", str(pool.path)).stdout
+        assert "native: 1 client; read " in pool.command("status", str(pool.path)).stdout
 
 
 def test_hits_and_bad_blocks_are_taken_and_not_believed(pool: Pool) -> None:

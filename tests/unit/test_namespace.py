@@ -262,7 +262,7 @@ class StoreDouble:
     def forget(self, inode: Inode) -> None:
         self.forgotten.append(inode.inode)
 
-    def renamed(self, inode: Inode, *, entered: bool = False) -> None:
+    def renamed(self, inode: Inode, *, entered: bool = False, rights: bool = True) -> None:
         assert not entered or self.index.records[inode.inode] == inode.pack() == self.plane.table[inode.inode].pack()
         self.dirty_summaries.append(inode.inode)
 

@@ -131,7 +131,7 @@ class History:
         closed = [segment for segment in store.segments.all if segment.state == State.CLOSED]
         if closed:
             segment = self.choices.choice(closed)
-            await store.evictor.drain(segment)
+            await store.evictor.drain(segment, lambda count: None)
             self.log.append(f"{self.now}: drain {segment.index}")
 
     async def _evict(self, store: Store) -> None:
