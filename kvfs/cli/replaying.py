@@ -31,7 +31,7 @@ def add_replay(verbs: Verbs) -> None:
     sub.add_argument(
         "--invent",
         choices=sorted(SHAPES),
-        help="in place of TRACE: requests that are invented, of such use",
+        help="in place of TRACE: requests that are invented, of such use (default: TRACE)",
     )
     sub.add_argument("--seed", type=arguments.count, default=1, metavar="N", help="of --invent (default 1)")
     sub.add_argument(

@@ -33,6 +33,7 @@ from kvfs.pool.opening import (
     write_config,
 )
 from kvfs.pool.pod import PodConfig
+from kvfs.units import counted
 
 _T = TypeVar("_T")
 
@@ -204,7 +205,7 @@ def _take_slot(
         if clock.now() - start >= JOIN_DEADLINE_S:
             raise DeviceError(
                 f"{pool}: no slot taken within {JOIN_DEADLINE_S:.0f} s: {tries} tries, the last for slot {slot}, whose "
-                f"pages on {len(devices)} devices took {look_s:.2f} s to read"
+                f"pages on {counted(len(devices), 'device')} took {look_s:.2f} s to read"
             )
         # A pause since the last look is time in which another may have taken the slot, and been sure of it. If the
         # devices take so long each time, it is no pause.
@@ -214,8 +215,8 @@ def _take_slot(
         _write(devices, config, replace(here, slot=slot, epoch=epoch, number=number), mounted)
         wait_s = max(JOIN_S, 4 * (clock.now() - began))
         if tell is not None and wait_s >= _QUIET_S:
-            tell(f"slot {slot}: its pages on {len(devices)} devices took {wait_s / 4:.1f} s to read and write; waiting "
-                 f"for {wait_s:.0f} s whether another takes it")  # fmt: skip
+            tell(f"slot {slot}: its pages on {counted(len(devices), 'device')} took {wait_s / 4:.1f} s to read and "
+                 f"write; waiting for {wait_s:.0f} s whether another takes it")  # fmt: skip
         clock.sleep(wait_s)
         holders = {index: beat.node for index, beat in _read_slot(devices, config, slot).items()}
         if all(holders.get(index) == node.uuid for index in devices):

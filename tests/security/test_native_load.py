@@ -185,6 +185,8 @@ def test_answers_that_nobody_reads_are_bounded_in_bytes(pool: Pool) -> None:
         finally:
             for one in silent:
                 one.close()
+    # The address sanitizer keeps what was freed: 256 MiB of it.
+    most -= (256 << 20) * bool(os.environ.get("KVFS_TEST_SANITIZED"))
     assert most < 128 << 20, f"{most} bytes more"
 
 

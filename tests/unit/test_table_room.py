@@ -29,7 +29,7 @@ def pool(tmp_path: Path) -> Path:
 
 def names_of(store: Store) -> dict[int, int]:
     """Of each user: names that eviction cannot take."""
-    return {user: kept for user, *_, kept in store.plane.users() if kept}
+    return {of.user: of.names for of in store.plane.users() if of.names}
 
 
 async def store_empty(namespace: Namespace, first: int, count: int, parent: int = ROOT_INODE, user: int = 0) -> None:
