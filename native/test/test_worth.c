@@ -51,7 +51,7 @@ static void segments_weigh_what_their_blocks_do(void) {
     static uint32_t uses[BLOCKS];
     static uint64_t places[BLOCKS], orphans[BLOCKS / 64 + 1];
     static struct kvfs_ages ages, counted;
-    struct kvfs_weight found[SEGMENTS + 1], wanted[SEGMENTS] = {{0, 0, 0}};
+    struct kvfs_weight found[SEGMENTS + 1], wanted[SEGMENTS] = {{0}};
     uint64_t seed = 9;
     float price = (float)exact(0, 100);
     for (uint32_t i = 0; i < BLOCKS; i++) {
@@ -96,7 +96,7 @@ static void orphans_are_worth_a_part_and_ages_are_counted_where_they_begin(void)
 }
 
 static void a_loss_is_by_the_page_that_is_gained(void) {
-    static const struct kvfs_weight segments[] = {{8, 8, 3}, {8, 8, 10}, {0, 0, 0}, {0, 0, 1}, {5, 10, 10}};
+    static const struct kvfs_weight segments[] = {{8, 8, 3, 0}, {8, 8, 10, 0}, {0, 0, 0, 0}, {0, 0, 1, 0}, {5, 10, 10, 0}};
     static const double wanted[] = {8 / 15.0, 1, 0, HUGE_VAL, 0.5};
     double found[6] = {[5] = 7};
     kvfs_losses(segments, 5, 10, found);
