@@ -252,7 +252,7 @@ def test_paths_in_a_live_view_move_no_cursor() -> None:
     console = pytest.importorskip("rich.console")
     found = {"pool": {"path": NAME, "state": "mounted"}, "mounts": [{"mountpoint": f"/mnt/{NAME}"}]}
     screen = console.Console(file=io.StringIO(), width=200)
-    screen.print(top.view(found, {}))
+    screen.print(top.view(found, {}, top.Controls(), 24))
     lines = screen.file.getvalue().splitlines()
     assert lines[0].count(r"a\x1b[31m\x1b]0;x\x07\nb") == 2
     assert all(line.isprintable() for line in lines)
