@@ -66,6 +66,7 @@ static void segments_weigh_what_their_blocks_do(void) {
             kvfs_worth_count(&counted, 1000, &uses[i], 1);
             wanted[segment].loss += (double)(worth < price ? worth : price) * pages;
             wanted[segment].pages += pages;
+            wanted[segment].count++;
         }
     }
     memset(found, 0x5a, sizeof(found));
@@ -73,7 +74,8 @@ static void segments_weigh_what_their_blocks_do(void) {
     memset(&ages, 0x5a, sizeof(ages));
     kvfs_weigh(&worths, price, 1000, &blocks, found, SEGMENTS, &ages);
     for (uint32_t i = 0; i < SEGMENTS; i++)
-        CHECK(found[i].pages == wanted[i].pages && fabs(found[i].loss - wanted[i].loss) <= 1e-9 * wanted[i].loss);
+        CHECK(found[i].pages == wanted[i].pages && found[i].count == wanted[i].count &&
+              fabs(found[i].loss - wanted[i].loss) <= 1e-9 * wanted[i].loss);
     CHECK(found[SEGMENTS].pages == UINT64_C(0x5a5a5a5a5a5a5a5a)); /* there are no more */
     CHECK(memcmp(&ages, &counted, sizeof(ages)) == 0);
     blocks.count = 0;
@@ -96,7 +98,7 @@ static void orphans_are_worth_a_part_and_ages_are_counted_where_they_begin(void)
 }
 
 static void a_loss_is_by_the_page_that_is_gained(void) {
-    static const struct kvfs_weight segments[] = {{8, 8, 3, 0}, {8, 8, 10, 0}, {0, 0, 0, 0}, {0, 0, 1, 0}, {5, 10, 10, 0}};
+    static const struct kvfs_weight segments[] = {{8, 8, 0, 3}, {8, 8, 0, 10}, {0, 0, 0, 0}, {0, 0, 0, 1}, {5, 10, 0, 10}};
     static const double wanted[] = {8 / 15.0, 1, 0, HUGE_VAL, 0.5};
     double found[6] = {[5] = 7};
     kvfs_losses(segments, 5, 10, found);
