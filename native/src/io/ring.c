@@ -14,6 +14,10 @@
 __attribute__((noinline)) int kvfs_own_descriptor(int fd) { return descriptor_above(fd); }
 __attribute__((noinline)) void kvfs_own_thread(void) {}
 
+/* The kernel may give a new ring the memory of one that another thread has freed. liburing maps and unmaps it unseen by the thread sanitizer, so the
+ * order of the two is said here. */
+static atomic_uint rings_freed;
+
 static int setup(struct ring *ring, struct kvfs_array *array, unsigned entries, bool wide) {
     memset(ring, 0, sizeof(*ring));
     ring->array = array;
@@ -31,6 +35,7 @@ static int setup(struct ring *ring, struct kvfs_array *array, unsigned entries, 
     }
     if (r < 0)
         return r;
+    (void)atomic_load(&rings_freed);
     bool same = ring->uring.enter_ring_fd == ring->uring.ring_fd;
     ring->uring.ring_fd = kvfs_own_descriptor(ring->uring.ring_fd);
     if (same)
@@ -81,6 +86,7 @@ void ring_free(struct ring *ring) {
         return;
     if (ring->beside)
         ring->beside->free(ring);
+    atomic_fetch_add(&rings_freed, 1);
     io_uring_queue_exit(&ring->uring);
     while (ring->free) {
         struct io_group *next = ring->free->next;
