@@ -39,6 +39,8 @@ class HolderPages(Protocol):
 
     open_pages: int
     pages: int
+    late_pages: int
+    rested_pages: int
     open: int
     count: int
 
@@ -130,6 +132,11 @@ class Frames:
     def leave(self, holder: HolderPages) -> None:
         """The client is gone: what it has not committed is taken back."""
         lib.kvfs_holder_leave(self._plane, holder)
+
+    def late_since(self, holder: HolderPages) -> int | None:
+        """When the oldest of its reservations expired where it may write all the same, as finish() was told."""
+        since = cast(int, lib.kvfs_holder_late(self._plane, holder))
+        return None if since == (1 << 64) - 1 else since
 
     def free(self, holder: HolderPages) -> None:
         """Nothing is left of its reservations."""

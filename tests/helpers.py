@@ -631,7 +631,8 @@ def _be_child(function: Callable[[], Any], user: int | None, group: int | None, 
     try:
         if user is not None:
             os.setgroups([])
-            os.setresgid(group or user, group or user, group or user)
+            own = user if group is None else group
+            os.setresgid(own, own, own)
             os.setresuid(user, user, user)
         answer = (True, function())
     except BaseException:  # SystemExit and pytest's own outcomes too: all go to the parent

@@ -417,7 +417,7 @@ class _Connection:
 
     async def run(self) -> None:
         """Serve a client that was welcomed."""
-        self._holder, self._lessee = self._store.reservations.join(self.peer.uid), Lessee(self.peer.uid)
+        self._holder, self._lessee = self._store.reservations.join(self.peer.uid, self.hang_up), Lessee(self.peer.uid)
         try:
             async with trio.open_nursery() as self._nursery:
                 with self._scope:

@@ -37,12 +37,16 @@ from kvfs.record import Inode
 from kvfs.store.blocks import Blocks
 from kvfs.store.segment import Head
 from kvfs.store.segments import LATE_WRITES_S, SPACE_TIMEOUT_S
-from kvfs.store.shares import RESERVED, ROOT
+from kvfs.store.shares import RESERVED, ROOT, name_of
 from kvfs.types import PAGE_SIZE, InodeNumber, SegmentIndex
+from kvfs.units import told_size
 
 log = logging.getLogger(__name__)
 
 RESERVATION_MS = 30_000
+# A client that may still write where its reservations have expired keeps those segments from all others. So long it
+# may; then it is hung up on. A write that lands after the rest that follows is a miss to whoever reads there.
+LATE_HELD_S = 60.0
 # Reserved at one time: of the pool, so that eviction always has something to go for, and in number.
 _SHARE = 4
 _OPEN_MAX = 65_536
@@ -53,14 +57,23 @@ _TOMBSTONE_TASKS = 8
 _YIELD_EVERY = 64
 
 
+def _nobody() -> None:
+    """Nobody is to be hung up on."""
+
+
 @dataclass(slots=True, eq=False)
 class Holder:
     """One client. Only Reservations changes it."""
 
     told: HolderPages
-    user: int = ROOT
-    charged: int = 0  # of told.pages: the shares and the space know of them
+    user: int
+    hang_up: Callable[[], None]
+    # Of told.pages, late_pages, rested_pages: the shares and the space know of them.
+    charged: int = 0
+    late: int = 0
+    rested: int = 0
     left: bool = False
+    hung_up: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,26 +98,33 @@ class Reservations:
         self._segments, self._index, self._blocks, self._shares = blocks.segments, blocks.index, blocks, blocks.shares
         self._frames, self.names = blocks.plane.frames, blocks.names
         self.pages = 0
-        # Pages that clients have left: until when, whose, how many. They count as reserved, for their segments rest.
+        # Pages that nobody can commit, where late writes may land: until when, whose, how many. They count as reserved,
+        # for their segments are nobody else's. By user with those of clients that have not said yet that none can land.
         self._resting: deque[tuple[float, int, int]] = deque()
         self._resting_of: Counter[int] = Counter()
         # Those that are gone as long as something of theirs is not buried.
         self._holders: set[Holder] = set()
+        self._clients_of: Counter[int] = Counter()  # connected
         self._work = trio.Event()
         self._idle = False  # run() knows of nothing that will expire
         self._released = trio.Event()
 
     # ---- clients ----
 
-    def join(self, user: int = ROOT) -> Holder:
-        holder = Holder(self._frames.join(), user)
+    def join(self, user: int = ROOT, hang_up: Callable[[], None] = _nobody) -> Holder:
+        """`hang_up`: has take_back_all() called soon."""
+        holder = Holder(self._frames.join(), user, hang_up)
         self._holders.add(holder)
+        self._clients_of[user] += 1
         return holder
 
     def take_back_all(self, holder: Holder) -> None:
         """The client is gone: everything it has not committed is taken back."""
         if not holder.left:
             holder.left = True
+            self._clients_of[holder.user] -= 1
+            if not self._clients_of[holder.user]:
+                del self._clients_of[holder.user]
             self._frames.leave(holder.told)
             self._look(holder)
             self._work.set()
@@ -112,45 +132,53 @@ class Reservations:
     def _look(self, holder: Holder) -> None:
         """After each call for one of this client's frames, with no await between: take in what it did."""
         self._segments.take_notes()
-        change = holder.told.pages - holder.charged
-        if change:
-            holder.charged += change
+        told = holder.told
+        change, late, rested = (
+            told.pages - holder.charged, told.late_pages - holder.late, told.rested_pages - holder.rested
+        )  # fmt: skip
+        holder.charged, holder.late, holder.rested = told.pages, told.late_pages, told.rested_pages
+        if rested:
+            self._resting.append((trio.current_time() + LATE_WRITES_S, holder.user, rested))
+        if change or late or rested:
             self.pages += change
-            if change < 0 and holder.left:
-                self._resting.append((trio.current_time() + LATE_WRITES_S, holder.user, -change))
-                self._resting_of[holder.user] -= change
-            else:
-                self._shares.add(RESERVED, holder.user, change * PAGE_SIZE)
-            self._blocks.space.reserved_pages = self.pages + self._resting_of.total()
-        if change < 0:
+            self._rest(holder.user, late + rested)
+            self._shares.add(RESERVED, holder.user, (change + late + rested) * PAGE_SIZE)
+        if change < 0 or late < 0:
             self._wake()
-        if holder.left and not holder.told.count and holder in self._holders:
+        if holder.left and not told.count and holder in self._holders:
             self._holders.discard(holder)
-            self._frames.free(holder.told)
+            self._frames.free(told)
+
+    def _rest(self, user: int, pages: int) -> None:
+        """So many more of the user's count, or less, that nobody can commit."""
+        self._resting_of[user] += pages
+        if not self._resting_of[user]:
+            del self._resting_of[user]
+        self._blocks.space.reserved_pages = self.pages + self._resting_of.total()
 
     def _end_rests(self) -> None:
         """Late writes of clients that are gone cannot land any more where these were."""
         ended = False
         while self._resting and self._resting[0][0] <= trio.current_time():
             _, user, pages = self._resting.popleft()
-            self._resting_of[user] -= pages
-            if not self._resting_of[user]:
-                del self._resting_of[user]
+            self._rest(user, -pages)
             self._shares.add(RESERVED, user, -pages * PAGE_SIZE)
             ended = True
         if ended:
-            self._blocks.space.reserved_pages = self.pages + self._resting_of.total()
             self._wake()
 
-    def _resting_pages(self, user: int, share: int) -> int:
-        """So many count for this user. Half the share is left to others, even if one user has left all of it. A user
-        that has left some waits beyond that half, exempt or not. Else it keeps others from all segments by reserving
-        and leaving."""
+    def _limits(self, user: int, share: int) -> tuple[int, int]:
+        """Pages that this user may reserve at one time, exempt or not, and that rest, as they count for it.
+
+        A user has all of the share if no other has clients. Beside others it has half, and what rests counts for it up
+        to the other half. So nobody waits for what one user holds, nor for what it has left. A user with pages that
+        rest has half too: else it takes all segments by reserving again and again."""
         resting = self._resting_of.total()
-        if user in self._resting_of:
-            own = self._shares.held_as(RESERVED, user) // PAGE_SIZE
-            return max(min(resting, share // 2), own + share // 2 - self.pages)
-        return resting if resting > share else min(resting, share // 2)
+        if user not in self._resting_of and self._clients_of.keys() <= {user}:
+            return share, min(resting, share // 2)
+        own = self._shares.held_as(RESERVED, user) // PAGE_SIZE
+        counted = resting if resting > share else min(resting, share // 2)
+        return share // 2, max(counted, own + share // 2 - self.pages)
 
     @staticmethod
     def _check(holder: Holder) -> None:
@@ -197,14 +225,14 @@ class Reservations:
 
     async def _reserve(self, holder: Holder, frame: Reserve, pause: Pause) -> None:
         head, told = self._segments.head(Stream.CLIENT), frame.told
-        told.share_pages = len(self._segments.own) * self._segments.area // _SHARE
+        share = told.share_pages = len(self._segments.own) * self._segments.area // _SHARE
         told.open_max = _OPEN_MAX
         while True:
             self._check(holder)
             segment = None if head.lock.locked() else head.segment
             told.segment, told.generation = (NOWHERE, 0) if segment is None else (segment.index, segment.generation)
             told.room_pages = self._shares.room(holder.user) // PAGE_SIZE
-            told.resting_pages = self._resting_pages(holder.user, told.share_pages)
+            told.own_pages, told.resting_pages = self._limits(holder.user, share)
             told.moves = self._blocks.directory_moves
             found = frame.go()
             self._look(holder)
@@ -341,7 +369,7 @@ class Reservations:
             until = self._frames.next_expiry()
             self._idle = until is None
             rests = self._resting[0][0] if self._resting else float("inf")
-            with trio.move_on_at(min(rests, float("inf") if until is None else until / 1e9)):
+            with trio.move_on_at(min(rests, self._end_late(), float("inf") if until is None else until / 1e9)):
                 await self._work.wait()
             self._idle = False
 
@@ -350,6 +378,24 @@ class Reservations:
         if expired:
             log.warning("%d reservations of native clients were not committed within %d s: taken back",
                         expired, RESERVATION_MS // 1000)  # fmt: skip
+
+    def _end_late(self) -> float:
+        """Hang up on clients that keep what expired for too long. Returns when to look again."""
+        again = float("inf")
+        for holder in self._holders:
+            since = self._frames.late_since(holder.told) if holder.late and not holder.hung_up else None
+            if since is None:
+                continue
+            until = since / 1e9 + LATE_HELD_S
+            if until > trio.current_time():
+                again = min(again, until)
+                continue
+            log.warning("a native client of %s is hung up on: for %.0f s it has not said that no write of its can land "
+                        "any more where its reservations expired, %s", name_of(holder.user), LATE_HELD_S,
+                        told_size(holder.late * PAGE_SIZE))  # fmt: skip
+            holder.hung_up = True
+            holder.hang_up()
+        return again
 
     async def _bury(self) -> bool:
         """Make scans step over what was returned. Every run by itself: a write of a dead client may still land on its

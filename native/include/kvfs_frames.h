@@ -31,15 +31,19 @@ int kvfs_frame_check(uint32_t type, uint32_t flags, const void *items, uint64_t 
 
 /* One client. Only to be read. */
 struct kvfs_holder {
-    uint64_t open_pages; /* of what it may commit */
-    uint64_t pages;      /* and of what is taken back, and not buried yet: all that its user is charged */
-    uint32_t open;       /* reservations that it may commit */
-    uint32_t count;      /* all that are left of it; with 0 it can be freed */
+    uint64_t open_pages;   /* of what it may commit */
+    uint64_t pages;        /* and of what is taken back, and not buried yet */
+    uint64_t late_pages;   /* of what is buried, where it may write all the same until it says that it cannot */
+    uint64_t rested_pages; /* so far: of what ended with segments that rest, as late writes may land there */
+    uint32_t open;         /* reservations that it may commit */
+    uint32_t count;        /* all that are left of it; with 0 it can be freed */
 };
 struct kvfs_holder *kvfs_holder_create(struct kvfs_plane *plane); /* NULL: no memory */
 /* It is gone: everything that it has not committed is taken back. */
 void kvfs_holder_leave(struct kvfs_plane *plane, struct kvfs_holder *holder);
 void kvfs_holder_free(struct kvfs_holder *holder);
+/* When the oldest of its reservations has expired where it may write all the same; UINT64_MAX: it has none. */
+uint64_t kvfs_holder_late(struct kvfs_plane *plane, struct kvfs_holder *holder);
 
 struct kvfs_reservation_statistics {
     uint64_t open, pages, committed, superseded, reclaimed;
@@ -59,7 +63,8 @@ struct kvfs_reserve {
     /* The caller's, before each call. */
     uint64_t generation;
     uint64_t share_pages;   /* of all reservations */
-    uint64_t resting_pages; /* and so many count that have none any more: clients that are gone may still write there */
+    uint64_t own_pages;     /* of this holder's, which end with a commit that comes after this answer */
+    uint64_t resting_pages; /* and so many count that have none any more: late writes may still land there */
     uint64_t room_pages;    /* of the client's user, who may still hold so many */
     uint64_t moves;         /* of directories so far */
     uint32_t segment;       /* it is appended to; UINT32_MAX: none is */

@@ -40,13 +40,14 @@ void *__wrap_realloc(void *old, size_t size) { return memory_out() ? NULL : __re
 struct entry {
     uint64_t number, inode;
     uint32_t holder, key;
+    uint64_t pages;
     bool open, late;
 };
 static struct entry model[OPEN_MAX];
 static uint32_t model_count;
 static struct kvfs_holder *holders[HOLDERS];
-static uint64_t owners[KEYS]; /* inode of each key's block; 0: none */
-static uint64_t committed, superseded, reclaimed, clock_now = 1;
+static uint64_t owners[KEYS];                                                     /* inode of each key's block; 0: none */
+static uint64_t committed, superseded, reclaimed, clock_now = 1, rested[HOLDERS]; /* pages */
 
 static void key_name(uint32_t key, char out[9]) { snprintf(out, 9, "%02x%06x", key % 5, key); }
 
@@ -87,7 +88,7 @@ static int reserve(uint32_t holder, const uint32_t *keys, uint32_t count, uint64
     struct kvfs_reserve *frame = kvfs_reserve_begin(holders[holder], 0, items, count, shards, 7);
     if (!frame)
         return -ENOMEM;
-    frame->share_pages = 2000;
+    frame->share_pages = frame->own_pages = 2000;
     frame->open_max = OPEN_MAX;
     frame->generation = 9;
     int next;
@@ -121,7 +122,7 @@ static int reserve(uint32_t holder, const uint32_t *keys, uint32_t count, uint64
         at += sizeof(struct wire_run) + reserved.record_size + reserved.ancestors_size;
         CHECK(record.record_size == reserved.record_size && record.size == size && record.uid == 7 && record.gid == 8);
         CHECK(reserved.ancestors_size == sizeof(record) + 8 && record.parent == DIRECTORY && model_count < OPEN_MAX);
-        model[model_count++] = (struct entry){reserved.reservation, record.inode, holder, keys[i], true, false};
+        model[model_count++] = (struct entry){reserved.reservation, record.inode, holder, keys[i], record.header_pages + pages_of(size), true, false};
     }
     CHECK(at == (const uint8_t *)frame->answer + frame->answer_size);
     kvfs_reserve_end(plane, frame);
@@ -160,12 +161,16 @@ static void commit(uint32_t holder, struct entry **entries, const int64_t *error
         bool own = entry->holder == holder;
         if (!own || !entry->open) {
             CHECK(frame->answers[i] == -ETIMEDOUT);
-            entry->late = entry->late && !(own && errors[i] != -ETIMEDOUT);
+            if (entry->late && own && errors[i] != -ETIMEDOUT) {
+                entry->late = false;
+                rested[holder] += entry->pages;
+            }
             continue;
         }
         CHECK(frame->answers[i] == errors[i]);
         if (errors[i]) {
             model_take_back(entry, errors[i] == -ETIMEDOUT);
+            rested[holder] += errors[i] == -EIO ? entry->pages : 0;
         } else {
             entry->open = false;
             bool older = owners[entry->key] > entry->inode;
@@ -193,15 +198,18 @@ static void bury_all(void) {
 
 static void check_all(bool buried) {
     uint32_t open[HOLDERS] = {0}, lent = 0, all = 0, found_lent = 0, in_flight = 0;
-    uint64_t live = 0, found_live = 0;
+    uint64_t live = 0, found_live = 0, open_pages[HOLDERS] = {0}, late_pages[HOLDERS] = {0};
     for (uint32_t i = 0; i < model_count; i++) {
+        open_pages[model[i].holder] += model[i].open ? model[i].pages : 0;
+        late_pages[model[i].holder] += model[i].late ? model[i].pages : 0;
         open[model[i].holder] += model[i].open;
         lent += model[i].open || model[i].late;
         all += model[i].open;
     }
     for (uint32_t i = 0; i < HOLDERS; i++) {
         CHECK(holders[i]->open == open[i]);
-        CHECK(!buried || holders[i]->pages == holders[i]->open_pages);
+        CHECK(holders[i]->open_pages == open_pages[i] && (!buried || holders[i]->pages == open_pages[i]));
+        CHECK(!buried || (holders[i]->late_pages == late_pages[i] && holders[i]->rested_pages == rested[i]));
     }
     for (uint32_t i = 0; i < SEGMENTS; i++) {
         found_lent += places[i].lent;
@@ -275,15 +283,18 @@ static void commit_some(void) {
 
 static void leave_one(void) {
     uint32_t holder = (uint32_t)rand() % HOLDERS;
+    uint64_t left = 0;
     kvfs_holder_leave(plane, holders[holder]);
     for (uint32_t i = 0; i < model_count; i++)
         if (model[i].holder == holder) {
+            left += model[i].open || model[i].late ? model[i].pages : 0;
             if (model[i].open)
                 model_take_back(&model[i], false);
             model[i].late = false;
         }
     bury_all();
-    CHECK(holders[holder]->count == 0);
+    CHECK(holders[holder]->count == 0 && holders[holder]->rested_pages == rested[holder] + left);
+    rested[holder] = 0;
     kvfs_holder_free(holders[holder]);
     CHECK((holders[holder] = kvfs_holder_create(plane)) != NULL);
 }
@@ -386,6 +397,7 @@ static void test_where_memory_ends_all_agree(void) {
             if (frame->answers[0]) {
                 failed++;
                 model_take_back(entry, false);
+                rested[0] += entry->pages;
             } else {
                 entry->open = false;
                 committed++;
@@ -457,7 +469,7 @@ static void test_items_go_into_the_directories_of_a_table(void) {
     CHECK(kvfs_frame_check(WIRE_RESERVE, flags, items, at, 4, 257, table, missing) == -EINVAL);
     CHECK(kvfs_frame_check(WIRE_RESERVE, WIRE_TABLE, items, at, 4, 3, table, missing) == -EINVAL);
     struct kvfs_reserve *frame = kvfs_reserve_begin(holders[0], flags, items, 4, table, 7);
-    frame->share_pages = frame->room_pages = 100000;
+    frame->share_pages = frame->own_pages = frame->room_pages = 100000;
     frame->open_max = OPEN_MAX;
     frame->generation = 9;
     frame->segment = segment = (segment + 1) % SEGMENTS;

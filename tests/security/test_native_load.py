@@ -163,8 +163,9 @@ def memory_of(pool: Pool) -> int:
     return int(Path(f"/proc/{pid_of(pool)}/statm").read_text().split()[1]) * 4096
 
 
-def test_answers_that_nobody_reads_are_bounded_in_bytes(pool: Pool) -> None:
-    """Four connections ask for 4 x 256 lists of 280 KiB. A fifth, of the same user, is answered meanwhile."""
+@pytest.fixture(scope="module")
+def listed(pool: Pool) -> Pool:
+    """Its namespace `listed` has 1,024 blocks, whose names are 280 KiB."""
     base = base_of(pool)
     names = [b"%02x%08x" % (i % 4, i) + b"ab" * 120 for i in range(1024)]
     with WireClient(pool.path).welcome() as client:
@@ -172,6 +173,13 @@ def test_answers_that_nobody_reads_are_bounded_in_bytes(pool: Pool) -> None:
             part = names[at : at + 256]
             places = client.reserve(base, b"listed", [(name, 10) for name in part])
             assert client.commit([(place.reservation, 0) for place in places]) == [0] * len(part)
+    return pool
+
+
+def test_answers_that_nobody_reads_are_bounded_in_bytes(listed: Pool) -> None:
+    """Four connections ask for 4 x 256 lists of 280 KiB. A fifth, of the same user, is answered meanwhile."""
+    pool, base = listed, base_of(listed)
+    with WireClient(pool.path).welcome() as client:
         before, most = memory_of(pool), 0
         silent = [WireClient(pool.path, READ_ONLY).welcome() for _ in range(4)]
         try:
@@ -190,8 +198,8 @@ def test_answers_that_nobody_reads_are_bounded_in_bytes(pool: Pool) -> None:
     assert most < 128 << 20, f"{most} bytes more"
 
 
-def test_a_peer_that_does_not_read_goes_when_its_user_wants_the_room(pool: Pool) -> None:
-    base = base_of(pool)
+def test_a_peer_that_does_not_read_goes_when_its_user_wants_the_room(listed: Pool) -> None:
+    pool, base = listed, base_of(listed)
     with WireClient(pool.path).welcome() as client:
         asked = frame(LIST, where(base, b"listed", 4096) + counted(b""))
         silent = [WireClient(pool.path, READ_ONLY).welcome() for _ in range(8)]
@@ -324,5 +332,37 @@ def test_room_that_clients_reserve_and_leave_counts_until_it_may_be_used_again(p
         with WireClient(pool.path).welcome() as client:
             got.append(sum(place.error == 0 for place in client.reserve(base, b"left", names)))
     # A quarter of the pool's GiB, and again after each 10 s.
+    most = 256 * (1 + (time.monotonic() - begun) // 10)
+    assert got[0] > 50 and sum(got) <= most, (got, most)
+
+
+@pytest.fixture
+def own_pool() -> Iterator[Pool]:
+    """Where nothing rests."""
+    with Pool(files=2, size="512M") as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("error", [-errno.ETIMEDOUT, -errno.EIO], ids=["late", "failed"])
+def test_room_that_a_client_takes_again_and_again_counts_while_it_may_write_there(own_pool: Pool, error: int) -> None:
+    """Its writes failed, or are late, it says: in either case some may land. Others store meanwhile."""
+    pool, base, got, begun = own_pool, base_of(own_pool), [], time.monotonic()
+    names = [(b"%04x" % i, BLOCK) for i in range(120)]
+
+    def other() -> object:
+        with WireClient(pool.path).welcome() as client:
+            return client.put(base, b"others", {b"%04x" % i: bytes(100_000) for i in range(50)})
+
+    pool.path.chmod(0o711)
+    (pool.mount / "others").mkdir()
+    (pool.mount / "others").chmod(0o777)
+    with WireClient(pool.path, timeout_ms=1000).welcome() as client:
+        for _ in range(6):
+            places = [place for place in client.reserve(base, b"again", names) if not place.error]
+            got.append(len(places))
+            answers = client.commit([(place.reservation, error) for place in places])
+            assert answers == [error] * len(places)
+        assert in_child(other, user=65534, group=os.getegid()) == [0] * 50
+    # A quarter of the pool's GiB, and what was failed again after each 10 s.
     most = 256 * (1 + (time.monotonic() - begun) // 10)
     assert got[0] > 50 and sum(got) <= most, (got, most)

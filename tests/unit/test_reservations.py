@@ -26,7 +26,7 @@ from kvfs.store import segments as segments_module
 from kvfs.store.fsck import fsck
 from kvfs.store.reservations import Holder
 from kvfs.store.segment import State
-from kvfs.store.shares import PINNED
+from kvfs.store.shares import PINNED, ROOT
 from kvfs.store.store import Store
 from kvfs.types import PAGE_SIZE, ROOT_INODE, InodeNumber
 
@@ -75,9 +75,10 @@ async def reserve(
 class Writer:
     """A double of one client, beside the daemon's store."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, user: int = ROOT) -> None:
         self.store, self.namespace = store, Namespace(store)
-        self.holder: Holder = store.reservations.join()
+        self.hung_up = trio.Event()
+        self.holder: Holder = store.reservations.join(user, self.hung_up.set)
 
     async def reserve(
         self, items: Sequence[bytes], size: int = SIZE, parent: int = ROOT_INODE
@@ -415,6 +416,83 @@ def test_an_expired_reservation_is_taken_back(pool: Path, monkeypatch: pytest.Mo
     assert found(pool) == {}
 
 
+def test_a_client_that_keeps_what_expired_is_hung_up_on(pool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reservations, "RESERVATION_MS", 100)
+    monkeypatch.setattr(reservations, "LATE_HELD_S", 0.2)
+    monkeypatch.setattr(reservations, "LATE_WRITES_S", 0.3)
+
+    async def work(store: Store) -> None:
+        held = lambda: store.shares.held(MALLORY)  # noqa: E731
+        keeps, says, idle = (Writer(store, MALLORY) for _ in range(3))
+        place = await says.place(b"says that no write can land")
+        await until(lambda: not store.reservations.pages, "taken back")
+        assert await says.commit(place) == [-ETIMEDOUT]
+        lost = await keeps.place(b"keeps")
+        segment = store.segments.all[lost.runs[0].segment]
+        with trio.fail_after(50 * slowness()):
+            await keeps.hung_up.wait()
+        # The client may write there, so its user is charged still.
+        assert segment.lent and held() >= lost.pages * PAGE_SIZE
+        keeps.leave()
+        assert not segment.lent and segment.late
+        await until(lambda: not held(), "the end of the rest")
+        assert not says.hung_up.is_set() and not idle.hung_up.is_set()
+        assert store.reservations.statistics().reserved_bytes == store.blocks.space.reserved_pages == 0
+
+    with_store(pool, work)
+
+
+@pytest.mark.parametrize("how", ["expire", "are late", "fail", "end with their client"])
+def test_places_that_nobody_can_commit_count_while_writes_may_land_there(
+    pool: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """However reservations end, a user that makes them again and again has a quarter of the pool, and half of that
+    while some rest."""
+    monkeypatch.setattr(reservations, "RESERVATION_MS", 50 if how == "expire" else 60_000)
+
+    async def work(store: Store) -> None:
+        share = len(store.segments.all) * store.segments.area // 4
+        mallory, got = Writer(store, MALLORY), 0
+        for _ in range(8):
+            answers = await reserve(store, mallory.holder, [b"%d" % i for i in range(100)], 1 << 20, timeout_s=0.05)
+            places = [answer for answer in answers if isinstance(answer, Reservation)]
+            got += sum(place.pages for place in places)
+            if how == "end with their client":
+                mallory.leave()
+                mallory = Writer(store, MALLORY)
+            elif how != "expire" and places:
+                error = -ETIMEDOUT if how == "are late" else -EIO
+                assert await mallory.commit(*places, error=error) == [error] * len(places)
+            await until(lambda: not store.reservations.pages, "taken back")
+        assert share * 3 // 4 < got <= share, (got, share)
+        assert store.shares.held(MALLORY) == got * PAGE_SIZE == store.blocks.space.reserved_pages * PAGE_SIZE
+        # Half of the quarter is others', at once.
+        other = Writer(store, MALLORY + 1)
+        assert isinstance(await other.place(b"other", share // 3 * PAGE_SIZE), Reservation)
+
+    with_store(pool, work)
+
+
+def test_beside_others_a_user_has_half_of_what_may_be_reserved(pool: Path) -> None:
+    async def work(store: Store) -> None:
+        share = len(store.segments.all) * store.segments.area // 4
+        names = [b"%d" % i for i in range(100)]
+        one = Writer(store)
+        alone = [place for place in await one.reserve(names, 1 << 20) if isinstance(place, Reservation)]
+        assert await one.commit(*alone, error=-ECANCELED) == [-ECANCELED] * len(alone)
+        await until(lambda: not store.reservations.pages, "taken back")
+        other = Writer(store, MALLORY)
+        answers = await one.reserve(names, 1 << 20)
+        beside = [place for place in answers if isinstance(place, Reservation)]
+        assert answers[len(beside) :] == [-ENOSPC] * (100 - len(beside))
+        pages = [sum(place.pages for place in places) for places in (alone, beside)]
+        assert share * 3 // 4 < pages[0] <= share and share * 3 // 8 < pages[1] <= share // 2, (pages, share)
+        # Nobody waits for it.
+        assert isinstance(await other.place(b"other", share // 3 * PAGE_SIZE), Reservation)
+
+    with_store(pool, work)
+
+
 def test_a_write_that_failed_is_taken_back(pool: Path) -> None:
     async def work(store: Store) -> None:
         writer = Writer(store)
@@ -594,9 +672,7 @@ def test_all_clients_of_a_user_together_reserve_no_more_than_the_users_share(poo
     (pool / "pool.toml").write_text(text.replace("\n[geometry]", "user_share = 0.1\n\n[geometry]", 1))
 
     async def work(store: Store) -> None:
-        first, second, other, root = (Writer(store) for _ in range(4))
-        first.holder.user = second.holder.user = MALLORY
-        other.holder.user = MALLORY + 1
+        first, second, other, root = (Writer(store, user) for user in (MALLORY, MALLORY, MALLORY + 1, ROOT))
         answers = await first.reserve([b"first %d" % i for i in range(4)], 1 << 20)
         answers += await second.reserve([b"second %d" % i for i in range(20)], 1 << 20)
         got = [answer for answer in answers if not isinstance(answer, int)]

@@ -43,13 +43,22 @@ void kvfs_holder_leave(struct kvfs_plane *plane, struct kvfs_holder *told) {
         else
             reservation_end_late(plane, reservation);
     }
-    assert(!told->open && !told->open_pages);
+    assert(!told->open && !told->open_pages && !told->late_pages);
     kvfs_names_end(plane->names);
 }
 
 void kvfs_holder_free(struct kvfs_holder *holder) {
-    assert(!holder->count && !holder->pages);
+    assert(!holder->count && !holder->pages && !holder->late_pages);
     free(holder);
+}
+
+uint64_t kvfs_holder_late(struct kvfs_plane *plane, struct kvfs_holder *told) {
+    struct holder *holder = (struct holder *)(void *)told;
+    kvfs_names_begin(plane->names);
+    const struct reservation *oldest = link_empty(&holder->reservations) ? NULL : of_owned(holder->reservations.after);
+    uint64_t until = oldest && !oldest->open ? oldest->until : UINT64_MAX;
+    kvfs_names_end(plane->names);
+    return until;
 }
 
 void reservation_charge(struct kvfs_plane *plane, struct holder *holder, uint64_t pages) {
@@ -59,10 +68,9 @@ void reservation_charge(struct kvfs_plane *plane, struct holder *holder, uint64_
 }
 
 void reservation_discharge(struct kvfs_plane *plane, struct holder *holder, uint64_t pages) {
-    assert(holder->told.pages >= pages && holder->told.count > 0 && plane->reservations.pages >= pages);
+    assert(holder->told.pages >= pages && plane->reservations.pages >= pages);
     holder->told.pages -= pages;
     plane->reservations.pages -= pages;
-    holder->told.count--;
 }
 
 /* ---- one reservation ---- */
@@ -118,7 +126,10 @@ static void end_lending(struct kvfs_plane *plane, struct reservation *reservatio
     struct kvfs_place *places = names_places(plane->names)->all;
     assert(reservation->lent);
     reservation->lent = false;
+    reservation->rests = rest;
     link_drop(&reservation->owned);
+    if (!reservation->unburied)
+        reservation->holder->told.late_pages -= reservation->pages;
     for (uint32_t i = 0; i < reservation->run_count; i++) {
         struct kvfs_place *place = &places[reservation->runs[i].segment];
         assert(place->lent > 0);
@@ -134,6 +145,9 @@ static void unless_needed(struct kvfs_plane *plane, struct reservation *reservat
     while (*at != reservation)
         at = &(*at)->next;
     *at = reservation->next;
+    if (reservation->rests)
+        reservation->holder->told.rested_pages += reservation->pages;
+    reservation->holder->told.count--;
     free(reservation->record);
     free(reservation);
 }
@@ -149,6 +163,8 @@ static struct settled *end_runs(struct kvfs_plane *plane, struct reservation *re
     version_end(&reservation->version);
     reservation_discharge(plane, reservation->holder, reservation->pages);
     reservation->unburied = false;
+    if (reservation->lent)
+        reservation->holder->told.late_pages += reservation->pages;
     return told;
 }
 
@@ -211,7 +227,6 @@ void kvfs_reservation_buried(struct kvfs_plane *plane, uint64_t number) {
     assert(reservation && !reservation->open && reservation->unburied && !reservation->turn.after);
     kvfs_names_begin(plane->names);
     struct settled *told = end_runs(plane, reservation);
-    /* Its holder may be freed with the last of its pages; one that can still write there stays until it says that it cannot. */
     unless_needed(plane, reservation);
     kvfs_names_end(plane->names);
     settled_tell(told);

@@ -24,6 +24,7 @@ struct reservation {
     bool open;     /* it may be committed */
     bool lent;     /* its holder may be writing to it */
     bool unburied; /* its runs are in flight */
+    bool rests;    /* it is not lent any more, and what was under way may still land */
     struct kvfs_run runs[];
 };
 struct reservations {

@@ -245,6 +245,7 @@ static void item_finish(struct kvfs_plane *plane, struct reserve *frame, const s
 
 static void pending_drop(struct kvfs_plane *plane, struct reserve *frame) {
     reservation_discharge(plane, frame->holder, frame->pending->pages);
+    frame->holder->told.count--;
     free(frame->pending->record);
     free(frame->pending);
     frame->pending = NULL;
@@ -256,7 +257,7 @@ static int pages_ask(struct kvfs_plane *plane, const struct reserve *frame, uint
     const struct kvfs_holder *holder = &frame->holder->told;
     if (plane->reservations.pages + told->resting_pages + pages > told->share_pages || plane->reservations.open_count >= told->open_max)
         /* Others' go in time; one's own only with a commit that comes after this answer. */
-        return holder->open_pages + pages > told->share_pages || holder->open >= told->open_max / 2 ? -ENOSPC : KVFS_FRAME_ROOM;
+        return holder->open_pages + pages > told->own_pages || holder->open >= told->open_max / 2 ? -ENOSPC : KVFS_FRAME_ROOM;
     return pages > told->room_pages ? -ENOSPC : 0;
 }
 
