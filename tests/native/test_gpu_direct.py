@@ -83,14 +83,28 @@ def test_the_real_nvrtc_compiles_the_kernel():
     helpers.run(sys.executable, "-c", PTX.format(path=library))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_gpu_check_has_rows_for_gds(fake, modules, tmp_path):  # noqa: F811
+def check_with_doubles(fake, modules, tmp_path, **environment):  # noqa: F811
+    """tools/gpu_check's output; all three libraries are doubles."""
     result = helpers.run(
         "tools/gpu_check", "--fake", "--quick", "--directory", tmp_path, check=False, timeout_s=240,
         environment={"KVFS_NVRTC_LIBRARY": str(fake), "KVFS_CUFILE_LIBRARY": str(fake.with_name("libcufile-fake.so")),
-                     "LD_PRELOAD": modules, "FAKE_CUDA_REACHABLE": "1"},
+                     "LD_PRELOAD": modules, "FAKE_CUDA_REACHABLE": "1", **environment},
     )  # fmt: skip
     assert result.returncode == 3, result.stdout + result.stderr
     assert "WRONG" not in result.stdout
-    assert sum("right  gds, " in line for line in result.stdout.splitlines()) == 2 * len(READER_COUNTS)
+    return result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_gpu_check_has_rows_for_gds(fake, modules, tmp_path):  # noqa: F811
+    output = check_with_doubles(fake, modules, tmp_path)
+    assert sum("right  gds, " in line for line in output.splitlines()) == 2 * len(READER_COUNTS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_gpu_check_outlives_a_cufile_that_takes_no_device(fake, modules, tmp_path):  # noqa: F811
+    """Such a libcufile crashes in a process's ordinary end, as its double does: the exit status would be lost."""
+    output = check_with_doubles(fake, modules, tmp_path, FAKE_CUFILE="unregistered")
+    assert "not exercised: gds: its checksums by the GPU: no gds: device 0: cuFileHandleRegister: error 5027" in output
