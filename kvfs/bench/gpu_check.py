@@ -690,7 +690,6 @@ def run(arguments: argparse.Namespace, report: Report) -> int:
         driver.close()
     for what, why in (
         ("two GPUs", "one is checked: --gpu N"),
-        ("memory of cuMemMap and of pools", "its address ranges are only known from a double"),
         ("a GPU that breaks or hangs", "only a double does that on demand"),
     ):
         report.skip(what, why)
