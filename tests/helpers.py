@@ -50,8 +50,10 @@ SLOWNESS = int(os.environ.get("KVFS_TEST_SLOWNESS", "1"))
 
 def slowness() -> float:
     """How many times as long as on an idle machine of the usual speed things take at this moment. Deadlines are so many
-    times as long: they tell a hang, and a machine with much to do has none."""
-    return SLOWNESS * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
+    times as long: they tell a hang, and a machine with much to do has none. The mean of the last minute is not enough:
+    of a load that has just begun it knows little."""
+    mean, _, _, now, _ = pathlib.Path("/proc/loadavg").read_text().split()
+    return SLOWNESS * max(1.0, max(float(mean), int(now.partition("/")[0])) / len(os.sched_getaffinity(0)))
 
 
 def often(few: Any, full: Any) -> Any:
@@ -241,6 +243,18 @@ class Pool:
         """Return the parsed `kvfs status POOL -o json`."""
         return json.loads(self.command("status", str(self.path), "-o", "json").stdout)
 
+    def wait_summaries(self) -> None:
+        """Wait until the summaries on the devices say what the names say. The daemon writes them once a second, at most
+        twice after a change: none has come in the time of two turns."""
+        seen = -1
+
+        def still() -> bool:
+            nonlocal seen
+            before, seen = seen, self.status()["counters"]["summaries_written"]
+            return before == seen
+
+        wait_until(still, "the summaries", interval_s=2.5 * slowness())
+
     def wait_rebuilt(self) -> None:
         """Wait until the index, lost before this mount, has been made again behind it."""
         wait_until(lambda: self.status()["pool"]["state"] == "mounted", "the rebuild of the index")
@@ -341,6 +355,12 @@ def abort_file(minor: int | None) -> pathlib.Path | None:
         run("mount", "-t", "fusectl", "fusectl", connections, check=False, timeout_s=10)  # no udev did it here
     path = connections / f"{minor}/abort"
     return path if minor is not None and path.exists() else None
+
+
+def requests_waiting(mountpoint: pathlib.Path) -> int | None:
+    """How many requests the kernel has that the filesystem has not answered; None where it does not say."""
+    abort = abort_file(mount_device(mountpoint))
+    return None if abort is None else int(abort.with_name("waiting").read_text())
 
 
 def detach(mountpoint: pathlib.Path) -> None:

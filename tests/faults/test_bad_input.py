@@ -15,7 +15,6 @@ import signal
 import struct
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Callable, Iterator
 
@@ -618,15 +617,19 @@ def _mount_and_kill(pool: Pool, out: pathlib.Path, error: pathlib.Path) -> tuple
             stdin=subprocess.DEVNULL,
             cwd=helpers.REPOSITORY,
         )
-    daemon = None
-    while daemon is None and process.poll() is None:
-        daemon = _daemon_of(process.pid)
-        time.sleep(0.001)
-    if daemon is not None:
-        with os.fdopen(daemon) as descriptor:
+    daemon: list[int] = []
+
+    def seen() -> bool:
+        found = _daemon_of(process.pid)
+        daemon.extend([] if found is None else [found])
+        return bool(daemon) or process.poll() is not None
+
+    wait_until(seen, "a daemon, or the end of its parent", interval_s=0.001)
+    if daemon:
+        with os.fdopen(daemon[0]) as descriptor:
             signal.pidfd_send_signal(descriptor.fileno(), signal.SIGKILL)
-            code = process.wait(30)
-            assert select.select([descriptor], [], [], 30)[0], "a daemon outlived SIGKILL"
+            code = process.wait(30 * helpers.slowness())
+            assert select.select([descriptor], [], [], 30 * helpers.slowness())[0], "a daemon outlived SIGKILL"
         return code, out.read_text(), error.read_text()
     assert process.returncode == 0, error.read_text()
     pool.umount()

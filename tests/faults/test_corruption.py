@@ -15,7 +15,6 @@ import os
 import pathlib
 import random
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,22 +25,12 @@ from helpers import KIB, MIB, Pool, assert_same, content, raises_errno, read_fil
 
 SEED = int(os.environ.get("KVFS_CORRUPTION_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 32)
 ALL = bool(os.environ.get("KVFS_FAULTS_ALL"))
-# Names and removals are in the index after a second, in the summaries within two more.
-QUIET_S = 5.0
 
 
 def quiet(pool: Pool) -> None:
-    """Wait until all of it is on the devices, on a machine that is slow too."""
-    time.sleep(QUIET_S)
+    """Wait until all of it is on the devices."""
     wait_until(lambda: pool.status()["counters"]["index_pending"] == 0, "the commit of the index")
-    seen = -1
-
-    def still() -> bool:
-        nonlocal seen
-        before, seen = seen, pool.status()["counters"]["summaries_written"]
-        return before == seen
-
-    wait_until(still, "the summaries", interval_s=1.5)
+    pool.wait_summaries()
 
 
 @dataclasses.dataclass

@@ -390,10 +390,9 @@ def test_a_full_disk_under_the_index_stops_no_writer_and_brings_nothing_old_back
                     put(pool.mount / f"{index}", content(400 * KIB, (index, turn)))
                     versions[index] = turn
             failures = pool.status()["counters"]["commit_failures"]
-            # A rename of the last second may be undone. A commit and the summaries take turns: after three commits the
-            # summaries that were begun after the last rename are written.
-            time.sleep(3)
+            # A rename of the last second may be undone. A commit and the summaries take turns.
             wait_until(lambda: pool.status()["counters"]["commit_failures"] >= failures + 3, "three commits that fail")
+            pool.wait_summaries()
             pool.kill()
             (small / "filler").unlink()
             pool.remount()

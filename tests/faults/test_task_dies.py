@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 import helpers
-from helpers import MIB, Pool, assert_same, content, raises_errno, read_file, wait_until, write_file
+from helpers import MIB, Pool, assert_same, content, raises_errno, read_file, requests_waiting, wait_until, write_file
 
 END_S = 40.0
 
@@ -68,12 +68,13 @@ def test_a_store_task_that_dies_ends_the_daemon_and_answers_whoever_waits(
     waiting.append(threading.Thread(target=sync))
     waiting[-1].start()
     wait_until(lambda: "sync" in begun, "the sync has begun")
-    time.sleep(0.5)
+    if requests_waiting(pool.mount) is not None:
+        wait_until(lambda: (requests_waiting(pool.mount) or 0) >= len(begun), "all of it to be asked of the daemon")
     assert not answers, answers
     began = time.monotonic()
     (tmp_path / "die").touch()
     for thread in waiting:
-        thread.join(END_S)
+        thread.join(END_S * helpers.slowness())
     assert sorted(answers) == [("close", errno.EIO)] * 8 + [("sync", errno.EIO)]
     pool.wait_dead(pid, timeout_s=END_S)
     assert time.monotonic() - began < END_S * helpers.slowness()
