@@ -6,7 +6,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from helpers import MIB, content, in_child, wait_until
+from helpers import MIB, content, in_child, slowness, wait_until
 
 import kvfs
 from kvfs.connectors import common
@@ -47,7 +47,7 @@ def items(size=MIB // 4, fill=True):
 
 def finished(connection, ticket):
     """The results of a batch, which is told of once."""
-    assert connection.wait(20)
+    assert connection.wait(20 * slowness())
     (done,) = connection.drain()
     assert done.ticket == ticket and connection.drain() == [] and connection.pending == 0
     return done.results
@@ -105,7 +105,7 @@ def test_batches_go_in_and_come_out_once(own_pool, connect):
     poll.register(connection.fileno(), select.POLLIN)
     assert poll.poll(0) == []
     ticket = connection.submit_put(stored, parents=[None, *KEYS[:-1]])
-    assert poll.poll(20_000)
+    assert poll.poll(20_000 * slowness())
     assert finished(connection, ticket) == [True] * 8
     assert poll.poll(0) == []
     assert finished(connection, connection.submit_put(stored[:2])) == [True] * 2, "what is there counts as stored"

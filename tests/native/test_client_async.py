@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import threading
+import time
 import weakref
 
 import pytest
@@ -24,20 +25,24 @@ def run(colour, function, *arguments):
     return asyncio.run(function(*arguments))
 
 
+async def begun_in(colour, slow):
+    """Wait until the call is under way."""
+    began = time.monotonic()
+    while not slow.begun.is_set():
+        assert time.monotonic() - began < 30 * slowness(), "no call has begun"
+        await (trio.sleep(0.01) if colour == "trio" else asyncio.sleep(0.01))
+
+
 async def cancelled_once_begun(colour, slow, function):
     """Await function() until its call is under way, then cancel it. Returns whether it was cancelled."""
     if colour == "trio":
         async with trio.open_nursery() as nursery:
             nursery.start_soon(function)
-            with trio.fail_after(30 * slowness()):
-                while not slow.begun.is_set():
-                    await trio.sleep(0.01)
+            await begun_in(colour, slow)
             nursery.cancel_scope.cancel()
         return nursery.cancel_scope.cancelled_caught
     task = asyncio.create_task(function())
-    async with asyncio.timeout(30):
-        while not slow.begun.is_set():
-            await asyncio.sleep(0.01)
+    await begun_in(colour, slow)
     task.cancel()
     try:
         await task
@@ -109,13 +114,13 @@ def test_calls_run_side_by_side_and_the_loop_goes_on(client, colour, monkeypatch
         if colour == "trio":
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(reader, results)
-                await trio.sleep(0.05)
+                await begun_in(colour, slow)
                 assert await client.trio().exists([b"key"]) == [True]
                 assert not results
                 slow.go.set()
         else:
             task = asyncio.create_task(reader(results))
-            await asyncio.sleep(0.05)
+            await begun_in(colour, slow)
             assert await client.asyncio().exists([b"key"]) == [True]
             assert not results
             slow.go.set()
@@ -189,14 +194,14 @@ def test_close_waits_for_calls_under_way_and_gives_up_in_the_end(directory, monk
     destination = bytearray(4)
     reader = threading.Thread(target=client.get_into, args=([(b"key", destination)],))
     reader.start()
-    assert slow.begun.wait(10)
+    assert slow.begun.wait(10 * slowness())
     with pytest.raises(DeadlineError, match=r"1 calls are under way 0\.1 s after close"):
         client.close(timeout_s=0.1)
     with pytest.raises(ClientError, match="closed"):
         client.exists([b"key"])
     threading.Timer(0.2, slow.go.set).start()
     client.close()
-    reader.join(10)
+    reader.join(10 * slowness())
     assert destination == b"data"
     client.close()
 

@@ -288,7 +288,7 @@ def test_what_a_killed_writer_had_reserved_comes_back(own_pool):
             [sys.executable, "-c", script, pool.mount], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
         )
         assert writer.stdout.readline() == "ready\n"
-        time.sleep(0.3)
+        wait_until(lambda: pool.status()["counters"]["reserved_bytes"] > 0, "a reservation", interval_s=0)
         writer.send_signal(signal.SIGKILL)
         writer.wait(10)
         writer.stdout.close()

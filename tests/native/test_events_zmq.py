@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 import pytest
-from helpers import REPOSITORY, wait_until
+from helpers import REPOSITORY, slowness, wait_until
 
 import kvfs
 
@@ -141,7 +141,7 @@ def publishing():
     yield start
     for program in running:
         program.send_signal(signal.SIGTERM)
-        said, errors = program.communicate(timeout=20)
+        said, errors = program.communicate(timeout=20 * slowness())
         assert said.startswith("events of") and "Traceback" not in errors, (said, errors)
 
 
@@ -212,7 +212,7 @@ def test_lost_messages_are_asked_for_again(directory, publishing, tcp, tmp_path)
             socket.linger = 0
             socket.connect(replay)
             socket.send((2).to_bytes(8, "big"))
-            assert socket.poll(5000)
+            assert socket.poll(5000 * slowness())
             topic, sequence, payload = socket.recv_multipart()
             heard = router.payloads[router.sequences.index(2)]
             assert (topic, int.from_bytes(sequence, "big"), payload) == (b"", 2, heard)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import trio
 import trio.testing
+from helpers import slowness
 
 from kvfs.pool.making import FormatRequest, format_devices
 from kvfs.record import Inode, InodeFlags, Kind
@@ -85,8 +86,9 @@ def crashed_store(path: Path, work: Callable[[Store], Awaitable[None]], options:
 
 
 async def rebuilt(store: Store) -> None:
-    while store.rebuilding:
-        await trio.sleep(0.01)
+    with trio.fail_after(600 * slowness()):
+        while store.rebuilding:
+            await trio.sleep(0.01)
 
 
 def make(store: Store, parent: int, name: bytes, kind: Kind = Kind.FILE) -> Inode:
@@ -171,5 +173,6 @@ async def settle(store: Store, seconds: float = 0.5) -> None:
         )
 
     await trio.sleep(seconds)
-    while not followed():
-        await trio.sleep(0.01)
+    with trio.fail_after(600 * slowness()):
+        while not followed():
+            await trio.sleep(0.01)

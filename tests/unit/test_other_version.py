@@ -6,7 +6,6 @@ The pool is a double, made by bytes: labels and pool.toml were in format 1 what 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import xxhash
+from helpers import slowness
 from store_pools import make_pool
 
 from kvfs.errors import InUseError, OtherVersionError, PoolError
@@ -165,7 +165,7 @@ def load_older(pool: Path) -> PoolConfig:
 def beating(pool: Path, config: PoolConfig) -> Iterator[None]:
     """The daemon of another machine, which has the pool mounted with an older kvfs."""
     elsewhere = replace(owner.this_process(7), machine=b"m" * 16, boot=b"b" * 16, host="elsewhere", interval_ms=200)
-    over = threading.Event()
+    begun, over = threading.Event(), threading.Event()
 
     def beat() -> None:
         number = 0
@@ -174,11 +174,12 @@ def beating(pool: Path, config: PoolConfig) -> Iterator[None]:
             for device in config.devices:
                 page = pack_beat(config.secret, config.uuid, device.uuid, replace(elsewhere, number=number))
                 patch(pool / device.path, BEAT_OFFSET, page)
+            begun.set()
 
     thread = threading.Thread(target=beat)
     thread.start()
     try:
-        time.sleep(0.2)
+        assert begun.wait(60 * slowness())
         yield
     finally:
         over.set()

@@ -12,7 +12,7 @@ import pytest
 import trio
 from client_double import counted, places_in, wanted, where
 from helpers import slowness
-from store_pools import LAZY, make_pool, with_store
+from store_pools import LAZY, make_pool, pass_time, with_store
 from test_directories_of_keys import Connection
 
 from kvfs.namespace.files import Namespace
@@ -117,7 +117,7 @@ def test_blocks_that_were_replaced_go_in_turns(tmp_path: Path) -> None:
         store._options = dataclasses.replace(store._options, on_event=lambda kind, inode, value: gone.append(inode))
         for number in range(count):
             store.blocks.linger(InodeNumber(number + 1000))
-        await trio.sleep(1.1)
+        await pass_time(1.1)
         longest, turn = 0, 0
 
         async def watch() -> None:
@@ -132,7 +132,7 @@ def test_blocks_that_were_replaced_go_in_turns(tmp_path: Path) -> None:
                 await store._commit_and_flush()
         assert gone == list(range(1000, 1000 + count)) and longest <= 1000
 
-    with_store(make_pool(tmp_path / "pool"), work, LAZY)
+    with_store(make_pool(tmp_path / "pool"), work, LAZY, jumping=True)
 
 
 def test_a_removal_hardly_reaches_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

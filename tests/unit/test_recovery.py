@@ -18,6 +18,7 @@ from store_pools import (
     make,
     make_pool,
     names,
+    rebuilt,
     rename,
     settle,
     unlink,
@@ -538,8 +539,7 @@ def test_what_users_do_during_a_rebuild_counts(pool: Path) -> None:
             top = make(store, 1, b"top", Kind.DIRECTORY)
             newer = await write(store, b"file", 4096 * 9)
             await write(store, b"7", 4096 * 9, top.inode)
-            while store.rebuilding:
-                await trio.sleep(0.001)
+            await rebuilt(store)
             assert names(store) == {b"top", b"file"}
             assert store.index.lookup(ROOT_INODE, b"file") == newer.inode
             # The old directory's blocks are in the new one of that name.

@@ -125,9 +125,11 @@ def test_a_writer_that_found_no_segment_gets_the_one_that_was_being_opened_ahead
 
     async def work(store: Store) -> None:
         segments, opened = store.segments, Segments._format
+        begun, goes_on = trio.Event(), trio.Event()
 
         async def slowly(self: Segments, segment: Segment, stream: Stream) -> bool:
-            await trio.sleep(0.1)
+            begun.set()
+            await goes_on.wait()
             return await opened(self, segment, stream)
 
         segments.retire_open()
@@ -136,12 +138,19 @@ def test_a_writer_that_found_no_segment_gets_the_one_that_was_being_opened_ahead
         monkeypatch.setattr(Segments, "_format", slowly)
         monkeypatch.setattr(segments_module, "_SPACE_POLL_S", 120.0)
         segments.ready_taken.set()
-        await trio.sleep(0.05)
-        assert len(segments._free) == segments.reserve and not segments._ready
+
+        async def write() -> None:
+            segments.release(await segments.allocate(segments.head(Stream.NEW), 1, 1))
+
         # Without being told it takes until the next poll, or commit of the index.
         with trio.fail_after(50 * slowness()):
-            segments.release(await segments.allocate(segments.head(Stream.NEW), 1, 1))
-        assert segments.waits
+            await begun.wait()
+            assert len(segments._free) == segments.reserve and not segments._ready
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(write)
+                while not segments.waits:
+                    await trio.sleep(0.01)
+                goes_on.set()
 
     with_store(pool, work, replace(OPTIONS, commit_interval_s=1000))
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import trio
+from helpers import slowness
 from store_pools import OPTIONS, crashed_store, make_pool, names, verify_all, with_store, write
 
 from kvfs.errors import NoSpaceError, ShareError
@@ -49,7 +50,7 @@ def test_empty_files_go_as_blocks_do_and_new_names_find_room(pool: Path) -> None
             await store_empty(namespace, turn * RECORDS, RECORDS)
             assert room.left() <= RECORDS - 3
         assert store.evictor.counters.blocks >= 4 * RECORDS - room.high
-        with trio.fail_after(30):
+        with trio.fail_after(30 * slowness()):
             while room.is_short():
                 await trio.sleep(0.01)
         found = names(store)
@@ -136,7 +137,10 @@ def test_a_table_full_of_what_must_stay_says_so_soon(pool: Path, caplog: pytest.
         def make() -> Inode:
             return namespace.mkdir(ROOT_INODE, b"%d" % made, 0o755, 0, 0)
 
-        with trio.fail_after(60), pytest.raises(NoSpaceError, match=rf"of {RECORDS} records {RECORDS} are dir"):
+        with (
+            trio.fail_after(60 * slowness()),
+            pytest.raises(NoSpaceError, match=rf"of {RECORDS} records {RECORDS} are dir"),
+        ):
             while True:
                 made += 1
                 await namespace.when_room(make)
