@@ -11,7 +11,7 @@ import time
 import types
 
 import pytest
-from helpers import MIB, content, process_alive, slowness
+from helpers import MIB, content, process_alive, slowness, wait_until
 
 from kvfs.bench.common import MissingError
 from kvfs.bench.guest import Guest, GuestError, GuestTimeoutError, Share, children, virtiofsd
@@ -82,10 +82,7 @@ def test_a_killed_guest_is_gone_at_once_and_its_commands_fail(tmp_path):
             with pytest.raises(GuestError, match="ended"):
                 running.wait()
             assert not guest.alive()
-            deadline = time.monotonic() + 20
-            while process_alive(serving) and time.monotonic() < deadline:
-                time.sleep(0.05)
-            assert not process_alive(serving), "virtiofsd still serves a guest that is gone"
+            wait_until(lambda: not process_alive(serving), "virtiofsd to see that the guest is gone", timeout_s=20)
     except MissingError as error:
         pytest.skip(str(error))
 
@@ -115,10 +112,7 @@ def test_a_guest_whose_kernel_stops_is_started_once_more(monkeypatch):
 
 def test_a_guest_nobody_ends_ends_by_itself():
     with Guest([], lifetime_s=1) as guest:
-        deadline = time.monotonic() + 20
-        while guest.alive() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not guest.alive()
+        wait_until(lambda: not guest.alive(), "the end of the guest", timeout_s=20)
 
 
 def test_kvm_is_never_used(served):

@@ -10,9 +10,10 @@ import signal
 import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
+
+from helpers import slowness, wait_until
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 NQN = "nqn.2026-01.test:kv"
@@ -100,7 +101,7 @@ class Enclosure:
     def control(self, line: str) -> dict[str, Any]:
         """One command; its answer. Raises EnclosureError if it is refused."""
         with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(10)
+            connection.settimeout(10 * slowness())
             connection.connect(self.control_path)
             connection.sendall(line.encode() + b"\n")
             with connection.makefile() as lines:
@@ -113,11 +114,7 @@ class Enclosure:
         return self.control("status")
 
     def wait_connections(self, count: int, timeout_s: float = 30) -> None:
-        deadline = time.monotonic() + timeout_s
-        while (there := self.status()["connections"]) != count:
-            if time.monotonic() > deadline:
-                raise EnclosureError(f"{there} connections, not {count}, after {timeout_s:g} s")
-            time.sleep(0.01)
+        wait_until(lambda: self.status()["connections"] == count, f"{count} connections", timeout_s=timeout_s)
 
     def said(self) -> str:
         self.log.seek(0)

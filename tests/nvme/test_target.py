@@ -12,7 +12,7 @@ import time
 
 import pytest
 from enclosure import NQN, Enclosure, EnclosureError
-from helpers import slowness
+from helpers import slowness, wait_until
 from host_double import (
     C2H_DATA,
     H2C_DATA,
@@ -334,10 +334,7 @@ def test_a_namespace_that_goes_is_told_once_until_the_log_is_read(host, enclosur
 def test_abort_ends_a_command_that_is_held_and_no_other(host, enclosure):
     enclosure.control("fault drop op=read count=1")
     cid = host[1].submit_read(1, 0, 1)
-    deadline = time.monotonic() + 20
-    while enclosure.control("faults")["faults"][0]["left"]:
-        assert time.monotonic() < deadline, "the read has not come"
-        time.sleep(0.01)
+    wait_until(lambda: not enclosure.control("faults")["faults"][0]["left"], "the read to come", timeout_s=20)
     for other, aborted in ((cid + 77, False), (cid, True)):
         answer = host.admin.wait(host.admin.submit(8, 0, struct.pack("<HH", 1, other)))
         assert answer.dw0 & 1 == (0 if aborted else 1)

@@ -23,7 +23,7 @@ import pytest
 import trio
 from helpers import MIB, REPOSITORY, requires_fuse, requires_program, requires_root, run, slowness, wait_until
 from kvfs._native import ffi, lib
-from podmounts import Node, Pod, block
+from podmounts import NEWS_S, Node, Pod, block
 
 import kvfs
 from kvfs.bench.vhost import driver
@@ -161,13 +161,13 @@ def test_a_queue(a: Client, b: Client) -> None:
         asked = queue.exists([*keys, b"none"])
         done = {}
         while len(done) < 2:
-            select.select([queue], [], [], 10)
+            assert select.select([queue], [], [], 10 * slowness())[0], "no answer"
             done.update({one.id: one for one in queue.drain()})
         assert done[number].results == [SIZE] * 8
         assert done[asked].results == [True] * 8 + [False]
         assert memory == [bytearray(block(i, SIZE)) for i in range(8)]
         removed = queue.delete(keys[:2])
-        select.select([queue], [], [], 10)
+        select.select([queue], [], [], 10 * slowness())
         (one,) = queue.drain()
         assert one.id == removed and one.results == [True, True]
     go(a, keys[:2])
@@ -188,8 +188,9 @@ def test_in_trio_and_asyncio(pod: Pod, a: Client, space: str) -> None:
 
     async def by_trio() -> None:
         async with kvfs.connect(pod.nodes[1].mount, space, gpu=None).trio() as client:
-            while await client.exists(keys) == [False]:
-                await trio.sleep(0.005)
+            with trio.fail_after(NEWS_S * slowness()):
+                while await client.exists(keys) == [False]:
+                    await trio.sleep(0.005)
             assert bytes(await client.get(keys[0]) or b"") == block(1, SIZE)
             async with await client.lease(keys, 5) as lease:
                 assert len(lease.held) == 1

@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import mmap
 import os
-import subprocess
 import sys
 
 import pytest
-from helpers import in_child, opened, raises_errno, requires_root, write_file
+from helpers import in_child, opened, raises_errno, requires_root, run, wait_until, write_file
 
 PARENT, KEEP = "user.kvfs.parent", "user.kvfs.keep"
 BLOCK = 128 << 10
 
 # Other than the test's own process: what it does is known. Paths come in order.
-# It says the longest time from the end of a store, or the beginning of another thread's, to the beginning of the next.
 PLAYER = """
 import os, sys, time
 from concurrent.futures import ThreadPoolExecutor
 threads, takes, pause, *paths = sys.argv[1:]
-at = []
 
 def store(path):
     with open(path + ".tmp", "wb") as file:
-        at.append((time.monotonic(), True))
         file.write(os.urandom({block}))
         time.sleep(float(takes))
     os.rename(path + ".tmp", path)
-    at.append((time.monotonic(), False))
     time.sleep(float(pause))
 
 def load(path):
@@ -42,24 +38,26 @@ for path in paths[:there]:
     load(path)
 with ThreadPoolExecutor(int(threads)) as pool:
     list(pool.map(store, paths[there:]))
-at.sort()
-print(max((after - before for (before, _), (after, begins) in zip(at, at[1:]) if begins), default=0))
 """
 
 
 def play(paths, threads=1, takes=0.0, pause=0.0):
-    """Load what is there of the paths; store the rest in `takes` seconds each. Returns the longest pause, in s."""
-    command = [sys.executable, "-c", PLAYER.format(block=BLOCK), *map(str, [threads, takes, pause, *paths])]
-    return float(subprocess.run(command, check=True, timeout=60, stdout=subprocess.PIPE).stdout)
+    """Load what is there of the paths; store the rest in `takes` seconds each."""
+    run(sys.executable, "-c", PLAYER.format(block=BLOCK), *map(str, [threads, takes, pause, *paths]), timeout_s=60)
 
 
-def play_steadily(directory, name, count, before=(), **how):
-    """Play a chain, behind what is there. Once more, with other names, if the machine's pauses would end a chain."""
-    for attempt in range(10):
-        paths = [*before, *chain(directory, f"{name}{attempt}", count)]
-        if play(paths, **how) < 0.08:
-            return paths
-    raise AssertionError("the machine pauses a process for 80 ms each time")
+def undisturbed(attempt):
+    """What attempt(number) returns, once that is true. A chain is a guess: it is not made where the machine pauses a
+    process for 100 ms, or the daemon while it has the names."""
+    numbers = itertools.count()
+    return wait_until(lambda: attempt(next(numbers)), "a chain that nothing disturbed", interval_s=0)
+
+
+def known(paths, parents):
+    """Whether each of the paths has its parent, of those given, by name. None of them has another."""
+    found = [parent_of(path) for path in paths]
+    assert all(one in (None, right) for one, right in zip(found, parents, strict=True)), (found, parents)
+    return found == parents
 
 
 def parent_of(path):
@@ -86,28 +84,41 @@ def mounted(own_pool):
 def test_a_process_stores_a_prefix_behind_what_it_found_of_it(mounted, takes):
     """However long each store takes: no pause between them ends the chain."""
     directory = mounted.mount / "d"
-    first = play_steadily(directory, "a", 10, takes=takes)
-    assert [parent_of(path) for path in first] == [None, *(path.name for path in first[:-1])]
-    # Another prompt that begins likewise, of another process.
-    second = play_steadily(directory, "b", 5, before=first[:4], takes=takes)
-    assert [parent_of(path) for path in second[4:]] == [path.name for path in second[3:-1]]
+
+    def first(number):
+        paths = chain(directory, f"a{number}", 10)
+        play(paths, takes=takes)
+        return known(paths, [None, *(path.name for path in paths[:-1])]) and paths
+
+    def second(number):
+        """Another prompt that begins likewise, of another process."""
+        paths = [*found[:4], *chain(directory, f"b{number}", 5)]
+        play(paths, takes=takes)
+        return known(paths[4:], [path.name for path in paths[3:-1]])
+
+    found = undisturbed(first)
+    undisturbed(second)
     assert mounted.status()["counters"]["parents_known"] >= 9 + 5
 
 
 @pytest.mark.timeout(120)
 def test_a_pause_between_stores_ends_a_chain(mounted):
     paths = chain(mounted.mount / "d", "a", 4)
-    assert play(paths, pause=0.3) >= 0.3
+    play(paths, pause=0.3)
     assert [parent_of(path) for path in paths] == [None] * 4
 
 
 @pytest.mark.timeout(120)
 def test_threads_of_one_process_are_one(mounted):
     """With as many files begun at a time as there are threads, a parent is a neighbour at least."""
-    paths = play_steadily(mounted.mount / "d", "a", 64, threads=4)
-    for i, path in enumerate(paths[1:], 1):
-        parent = parent_of(path)
-        assert parent is not None and abs(int(parent[-3:]) - i) <= 8, (path, parent)
+
+    def attempt(number):
+        paths = chain(mounted.mount / "d", f"a{number}", 64)
+        play(paths, threads=4)
+        parents = [parent_of(path) for path in paths[1:]]
+        return all(parent and abs(int(parent[-3:]) - i) <= 8 for i, parent in enumerate(parents, 1))
+
+    undisturbed(attempt)
 
 
 @pytest.mark.timeout(120)
@@ -220,7 +231,7 @@ def test_a_walk_uses_nothing(mounted, command):
     directory = mounted.mount / "d"
     play(chain(directory, "a", 30))
     before = uses(mounted)
-    subprocess.run(["sh", "-c", command.format(directory) + " >/dev/null; true"], check=True, timeout=60)
+    run("sh", "-c", command.format(directory) + " >/dev/null; true", timeout_s=60)
     assert uses(mounted) == before
     # Past the kernel's cache, where the walk may have left the pages: those are read unseen.
     with opened(directory / "a-003", os.O_RDONLY | os.O_DIRECT) as descriptor:
