@@ -302,7 +302,14 @@ def test_a_slow_device_is_reported_and_gets_no_new_segments_until_it_is_fast(fau
         text = pool.command("status", str(pool.path)).stdout
         assert "is slow: p99 of reads" in text, text
         assert 'state="slow"} 1' in pool.command("stats", str(pool.path), "--prometheus").stdout
-        time.sleep(2)  # for I/O under way
+        written = -1
+
+        def over() -> bool:
+            nonlocal written
+            last, written = written, int(status(pool)["devices"][SICK]["write_bytes"])
+            return last == written
+
+        wait_until(over, "the end of writes under way", interval_s=2 * helpers.slowness())
         before = status(pool)["devices"]
         for index in range(30):
             write_file(pool.mount / f"new-{index}", content(BLOCK, ("new", index)))
