@@ -511,8 +511,8 @@ def test_all_nodes_restart_while_no_engine_is_there(pair: Pod) -> None:
     stored(b, "r2", block(2))
     found(b.mount / "r1", block(1))
     found(a.mount / "r2", block(2))
-    # Others hear of a rename before it is on flash, and fsync brings it no farther than into this node's index. The other
-    # node reads this one's flash some 1.5 s after its own start, and this one may not be back by then.
+    # Others hear of a rename before it is on flash, where fsync does not bring it: it is in this node's index then.
+    # Node 0 reads this flash 1.5 s after its own start. By then node 1 may not be back.
     b.wait_summaries()
     for engine in pair.engines:
         engine.stop()

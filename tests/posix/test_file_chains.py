@@ -47,14 +47,14 @@ def play(paths, threads=1, takes=0.0, pause=0.0):
 
 
 def undisturbed(attempt):
-    """What attempt(number) returns, once that is true. A chain is a guess: it is not made where the machine pauses a
-    process for 100 ms, or the daemon while it has the names."""
+    """Call attempt(number) until it returns what is true, and return that. A chain is a guess. It is not made where the
+    machine pauses a process for 100 ms, or the daemon while it has the names."""
     numbers = itertools.count()
     return wait_until(lambda: attempt(next(numbers)), "a chain that nothing disturbed", interval_s=0)
 
 
 def known(paths, parents):
-    """Whether each of the paths has its parent, of those given, by name. None of them has another."""
+    """Return whether each of the paths has its parent, by name. Fail if one has another."""
     found = [parent_of(path) for path in paths]
     assert all(one in (None, right) for one, right in zip(found, parents, strict=True)), (found, parents)
     return found == parents
