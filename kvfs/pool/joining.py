@@ -37,13 +37,13 @@ from kvfs.units import counted
 
 _T = TypeVar("_T")
 
-# Two that join at the same moment have both written after this. One that took half of it from its last look to its
-# write begins anew; where devices take longer, it waits longer, by what they took.
-JOIN_S = 0.5
+# A node that looked at a slot for so long does not write there. A device that takes so long for a page could hardly
+# carry beats.
+LOOK_MAX_S = 1.0
+# Longer than a look and a write of any other node: twice LOOK_MAX_S, and some for what is between (_take_slot).
+JOIN_S = 2.5
 # A join that others, or devices, begin anew again and again ends after this.
 JOIN_DEADLINE_S = 300.0
-# Of a wait that is told.
-_QUIET_S = 2.0
 # Devices that are read or written at once.
 _AT_ONCE_MAX = 64
 # A node whose beat moved within this time is not retired.
@@ -183,9 +183,21 @@ def _take_slot(
     pool: Path, config: PoolConfig, devices: Mapping[int, Device], node: Node, wanted: int | None, force: bool,
     tell: Tell | None, clock: owner.Clock,
 ) -> tuple[Node, bool]:  # fmt: skip
-    """Returns also whether no node had the slot before. DeviceError after JOIN_DEADLINE_S."""
+    """Returns also whether no node had the slot before. DeviceError after JOIN_DEADLINE_S.
+
+    Each looks at the slot, writes its page, waits, and looks again. Say A is sure, and B looked before A's pages were
+    there. A waited longer than B takes from the begin of its look to the end of its write. So B's pages were there
+    before A looked again: both see the same pages, and the first device decides.
+
+    A cannot know what devices take for B, so one bound holds for all. A look of LOOK_MAX_S begins anew, however slow
+    the devices are, and everybody waits for JOIN_S at least. All devices are read at once, one page of each, so slow
+    ones stay far below the bound. A join on devices that never do ends with an error.
+
+    A write cannot be called back. One that took too long may have taken the slot of a node that was sure. The latter
+    sees the page at its next beat or mount, and stops. Its blocks may be there, so the slot is not as fresh as it looked.
+    """
     fresh: set[int] = set()
-    start, patience_s = clock.now(), JOIN_S / 2
+    start = clock.now()
     here = replace(owner.this_process(pool=str(pool), use="joining"), node=node.uuid, flags=BEAT_LEFT)
     if force and wanted is not None:
         _wait_still(pool, config, devices, wanted, here, clock)
@@ -205,18 +217,20 @@ def _take_slot(
         if clock.now() - start >= JOIN_DEADLINE_S:
             raise DeviceError(
                 f"{pool}: no slot taken within {JOIN_DEADLINE_S:.0f} s: {tries} tries, the last for slot {slot}, whose "
-                f"pages on {counted(len(devices), 'device')} took {look_s:.2f} s to read"
+                f"pages on {counted(len(devices), 'device')} took {look_s:.2f} s to read, of {LOOK_MAX_S:g} s at most"
             )
-        # A pause since the last look is time in which another may have taken the slot, and been sure of it. If the
-        # devices take so long each time, it is no pause.
-        if not is_still or look_s >= patience_s:
-            patience_s = max(patience_s, 2 * look_s)
+        # Another may have taken the slot during a long look, or a pause in it, and been sure of it.
+        if not is_still or look_s >= LOOK_MAX_S:
             continue
         _write(devices, config, replace(here, slot=slot, epoch=epoch, number=number), mounted)
-        wait_s = max(JOIN_S, 4 * (clock.now() - began))
-        if tell is not None and wait_s >= _QUIET_S:
-            tell(f"slot {slot}: its pages on {counted(len(devices), 'device')} took {wait_s / 4:.1f} s to read and "
-                 f"write; waiting for {wait_s:.0f} s whether another takes it")  # fmt: skip
+        took_s = clock.now() - began
+        if took_s >= JOIN_S:
+            fresh.discard(slot)
+        # Devices that are slow for this node may be slow for others.
+        wait_s = max(JOIN_S, 4 * took_s)
+        if tell is not None and wait_s > JOIN_S:
+            tell(f"slot {slot}: its pages on {counted(len(devices), 'device')} took {took_s:.1f} s to read and write; "
+                 f"waiting for {wait_s:.0f} s whether another takes it")  # fmt: skip
         clock.sleep(wait_s)
         holders = {index: beat.node for index, beat in _read_slot(devices, config, slot).items()}
         if all(holders.get(index) == node.uuid for index in devices):

@@ -128,8 +128,7 @@ def test_of_two_that_join_at_one_moment_each_has_a_slot(tmp_path: Path, first: s
     assert pages(pool)[1].node == (other.node if first == "other" else node.uuid)
 
 
-def test_two_that_really_join_at_once_have_two_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joining, "JOIN_S", 1.0)
+def test_two_that_really_join_at_once_have_two_slots(tmp_path: Path) -> None:
     make_pod(tmp_path)
     devices = sorted(tmp_path.glob("device-*"))
     slots: list[int | None] = []
@@ -205,6 +204,84 @@ def test_a_join_that_never_gets_to_its_write_ends_and_says_why(tmp_path: Path, m
     with pytest.raises(DeviceError, match=r"no slot taken within 300 s: \d tries, .* slot 1, whose pages on 2 devices"):
         join_node(second, clock=time.clock)
     assert 1 not in pages(pool)
+
+
+class Turns:
+    """Time of several threads: the one that wakes first runs, alone, until it sleeps."""
+
+    def __init__(self) -> None:
+        self._turn, self._wakes, self.now = threading.Condition(), dict[str, float](), 0.0
+        self.clock = owner.Clock(lambda: self.now, self.sleep)
+
+    def sleep(self, seconds: float) -> None:
+        me = threading.current_thread().name
+        with self._turn:
+            self._wakes[me] = self.now + seconds
+            self._turn.notify_all()
+            assert self._turn.wait_for(lambda: min(self._wakes, key=lambda name: (self._wakes[name], name)) == me, 60)
+            self.now = self._wakes[me]
+
+    def run(self, **do: Callable[[], object]) -> None:
+        def one(name: str) -> None:
+            try:
+                self.sleep(0)
+                do[name]()
+            finally:
+                with self._turn:
+                    del self._wakes[name]
+                    self._turn.notify_all()
+
+        self._wakes = dict.fromkeys(do, 0.0)
+        threads = [threading.Thread(target=one, args=(name,), name=name) for name in do]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+
+@pytest.mark.parametrize("look_s", [0.3, 0.9, 1.1, 10.0])
+def test_two_of_different_speed_never_have_one_slot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, look_s: float
+) -> None:
+    """One's look is as old as it took, its write is slow. The other is quick, and joins at any moment of that look."""
+    reads, writes = joining._read_slot, joining._write
+
+    def look(*arguments: object) -> object:
+        found = reads(*arguments)  # type: ignore[arg-type]
+        if threading.current_thread().name == "slow":
+            turns.sleep(look_s)
+        return found
+
+    def write(*arguments: object) -> None:
+        if threading.current_thread().name == "slow":
+            turns.sleep(0.9)
+        writes(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(joining, "_read_slot", look)
+    monkeypatch.setattr(joining, "_write", write)
+    for turn in range(12):
+        turns, path, after_s = Turns(), tmp_path / f"{turn}", turn * look_s / 6
+        path.mkdir()
+        (pool,) = make_pod(path)
+        slow, quick = path / "node-slow", path / "node-quick"
+
+        def join_slowly(slow: Path = slow, clock: owner.Clock = turns.clock) -> None:
+            if look_s < joining.LOOK_MAX_S:
+                join_node(slow, clock=clock)
+            else:
+                with pytest.raises(DeviceError, match=r"took \d+\.\d+ s to read, of 1 s at most"):
+                    join_node(slow, clock=clock)
+
+        def join_quickly(quick: Path = quick, turns: Turns = turns, after_s: float = after_s) -> None:
+            turns.sleep(after_s)
+            join_node(quick, clock=turns.clock)
+
+        turns.run(slow=join_slowly, quick=join_quickly)
+        nodes = [node for node in (load_node(one) for one in (slow, quick)) if node and node.slot is not None]
+        assert len({node.slot for node in nodes}) == len(nodes) == (2 if look_s < joining.LOOK_MAX_S else 1)
+        for node in nodes:
+            assert node.slot is not None
+            assert all(pages(pool, device)[node.slot].node == node.uuid for device in range(2))
 
 
 def test_the_pages_of_all_devices_are_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
