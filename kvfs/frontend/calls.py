@@ -18,6 +18,7 @@ from kvfs.frontend.fuse import errno_of
 from kvfs.namespace.files import Namespace
 from kvfs.plane import FUSE_FLUSH, Call, Plane
 from kvfs.record import Inode, Kind
+from kvfs.store.table_room import WAIT_S
 from kvfs.types import InodeNumber
 
 # linux/fuse.h
@@ -70,7 +71,8 @@ class Calls:
         except Exception as error:
             self._refuse(call, error)
 
-    def _create_now(self, call: Call) -> None:
+    def _create_now(self, call: Call, until: float | None = None) -> None:
+        """until: so long room for its name may be waited for, if it was before."""
         try:
             made = self._namespace.create(InodeNumber(call.inode), call.name, call.mode, call.uid, call.gid)
         except ExistsError:
@@ -80,14 +82,15 @@ class Calls:
             self._nursery.start_soon(self._open_existing, call)
             return
         except NamesFullError:
-            self._nursery.start_soon(self._create_when_room, call)
+            until = trio.current_time() + WAIT_S if until is None else until
+            self._nursery.start_soon(self._create_when_room, call, until)
             return
         self._plane.answer(call.id, 0, made.inode)
 
-    async def _create_when_room(self, call: Call) -> None:
+    async def _create_when_room(self, call: Call, until: float) -> None:
         try:
-            await self._namespace.room_for_name()
-            self._create_now(call)
+            await self._namespace.room_for_name(until - trio.current_time())
+            self._create_now(call, until)
         except Exception as error:
             self._refuse(call, error)
 

@@ -29,7 +29,7 @@ from kvfs.errors import KvfsError
 from kvfs.frames import FrameError, Next, Shards
 from kvfs.frontend import listing, wire
 from kvfs.frontend.foreign import ForeignRequests, OtherNodes
-from kvfs.frontend.listing import Listing
+from kvfs.frontend.listing import Listing, directory_at
 from kvfs.frontend.told import BLOCK_COST, REPORTED, TOTALS, Report
 from kvfs.frontend.users import CHECKS_MAX, CHECKS_OF_USER_MAX, MEMORY_OF_CONNECTION, Room, User, Users
 from kvfs.frontend.wire import (
@@ -80,6 +80,8 @@ _HANDED_MAX = 8
 # Namespaces whose directories of keys one connection remembers.
 _SPACES_MAX = 16
 _DIRECTORY_MODE = 0o755
+# Of the time that a client waits for an answer: so long a request may wait for what others have.
+_HEARD = 0.75
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,7 @@ class Clients:
         self.read_only = read_only
         self._connections: set[_Connection] = set()
         self._subscribed: set[_Connection] = set()
-        self._users = Users(len(store.config.devices))
+        self._users = Users(len(store.config.devices), store.blocks.shares.is_exempt)
         self._base = [0] * len(REPORTED)
         self._ending = False
         podmap = store.plane.pod
@@ -233,7 +235,7 @@ class _Connection:
         self._nursery: trio.Nursery
         self._scope = trio.CancelScope()
         self.peer = Peer.of(stream.socket)
-        self.report = Report(len(store.config.devices), trio.current_time())
+        self.report = Report()
         self.user: User | None = None
         self.room = Room(MEMORY_OF_CONNECTION)
         self.unread_since: float | None = None
@@ -555,7 +557,9 @@ class _Connection:
 
     async def reserve(self, payload: bytes) -> bytes:
         base, space, count, flags, at = parse_where(payload, Flags.TABLE | Flags.HASHES | Flags.PARENTS)
-        await self._namespace.room_for_name()
+        # All waits end in time for the answer to be heard.
+        until = trio.current_time() + self._timeout_s * _HEARD
+        await self._namespace.room_for_name(self._timeout_s * _HEARD)
         if flags & Flags.TABLE:
             table, at = parse_table(payload, at)
             items = Part(payload, at)
@@ -568,9 +572,9 @@ class _Connection:
             shards = Shards(known)
             if missing:
                 await self._make(base, space, missing, known, shards)
-        # The wait ends in time for the answer to be heard.
+        left_s = max(0.0, until - trio.current_time())
         return await self._store.reservations.reserve(
-            self._holder, items, count, shards, self.peer.uid, self._timeout_s * 0.75, flags, pause=self._pause
+            self._holder, items, count, shards, self.peer.uid, left_s, flags, pause=self._pause
         )
 
     def _check(
@@ -662,7 +666,7 @@ class _Connection:
             raise Violation(f"a commit of {count} items")
         self._check(Type.COMMIT, items, count)
         answers, replaced = await self._store.reservations.commit(
-            self._holder, items, count, self._namespace.make_way, self._pause
+            self._holder, items, count, self._namespace.make_way, self._timeout_s * _HEARD, self._pause
         )
         if replaced:
             await self._tell_hosts()
@@ -676,17 +680,17 @@ class _Connection:
 
     async def delete(self, payload: bytes) -> bytes:
         base, space, count, flags, at = parse_where(payload, Flags.TABLE)
-        root = self._find(base, space)
+        names, root = self._namespace, directory_at(self._namespace, base, space)
         if flags & Flags.TABLE:
             table, at = parse_table(payload, at)
             items, shards = Part(payload, at), Shards()
             for number in self._check(Type.DELETE, items, count, flags, table):
-                shards[number].directory = 0 if root is None else self._find(root, table[number]) or 0
+                shards[number].directory = directory_at(names, root, table[number]) or 0
                 await self._pause()
         else:
             items, shards = Part(payload, at), Shards(self._remembered(base, space))
             for number in self._check(Type.DELETE, items, count, known=shards):
-                shards[number].directory = 0 if root is None else self._find(root, (b"%02x" % number,)) or 0
+                shards[number].directory = directory_at(names, root, (b"%02x" % number,)) or 0
                 await self._pause()
         frame = self._store.plane.frames.delete(items, count, shards, flags)
         found, told, left = Next.MORE, 0, 0
@@ -717,11 +721,6 @@ class _Connection:
                 self._namespace.unlink(parent, name)
                 return True
         return False
-
-    def _find(self, base: InodeNumber, path: Sequence[bytes]) -> InodeNumber | None:
-        with suppress(KvfsError):
-            return self._namespace.find_directory(base, path)
-        return None
 
     async def list_(self, payload: bytes) -> bytes:
         return await Listing(self._namespace, self._store.index, self._pause).answer(payload)
@@ -771,7 +770,7 @@ class _Connection:
         self._use(payload, found=False)
 
     def _use(self, payload: bytes, *, found: bool) -> None:
-        reads = self._owner.reads
+        reads = self._owner.told.reads
         inodes, left = _inodes(payload), reads.left(trio.current_time())
         reads.take(self._store.plane.uses.told(inodes, left, BLOCK_COST, found=found))
 
@@ -779,7 +778,7 @@ class _Connection:
         self._store.plane.uses.done(_inodes(payload))
 
     def foreign(self, payload: bytes) -> None:
-        reads, cost = self._owner.reads, len(payload) // FOREIGN_BLOCK_SIZE * BLOCK_COST
+        reads, cost = self._owner.told.reads, len(payload) // FOREIGN_BLOCK_SIZE * BLOCK_COST
         if self._clients.foreign is not None and cost <= reads.left(trio.current_time()):
             reads.take(cost)
             self._clients.foreign.note(payload)
@@ -812,7 +811,8 @@ class _Connection:
     def hear_report(self, payload: bytes) -> None:
         if len(payload) < 8 * (TOTALS + 1):
             raise Violation(f"a report of {len(payload)} bytes, at least {8 * (TOTALS + 1)} are needed")
-        self.report.take(struct.unpack_from(f"<{TOTALS + 1}Q", payload), trio.current_time())
+        told = struct.unpack_from(f"<{TOTALS + 1}Q", payload)
+        self.report.take(told, self._owner.told, trio.current_time())
 
 
 # Of requests that are answered, beside each other; and of those that are not, in the turn that they came in.

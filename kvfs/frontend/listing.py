@@ -30,29 +30,31 @@ _DIGITS, _LETTERS = b"0123456789abcdef", b"ghijklmnopqrstuv"
 KEY_MAX, LONG_KEY_MAX = 8 + 256, 8 + 512
 
 
+def directory_at(namespace: Namespace, base: InodeNumber | None, path: Sequence[bytes]) -> InodeNumber | None:
+    """The directory that a path leads to from another, or None if one of both is not there."""
+    with suppress(KvfsError):
+        return None if base is None else namespace.find_directory(base, path)
+    return None
+
+
 class Listing:
     """pause: called between two steps."""
 
     def __init__(self, namespace: Namespace, index: Index, pause: Callable[[], Awaitable[None]]) -> None:
         self._namespace, self._index, self._pause = namespace, index, pause
 
-    def _find(self, base: InodeNumber, path: Sequence[bytes]) -> InodeNumber | None:
-        with suppress(KvfsError):
-            return self._namespace.find_directory(base, path)
-        return None
-
     async def answer(self, payload: bytes) -> bytes:
         base, space, count, flags, at = parse_where(payload, Flags.LONG)
         longer = bool(flags & Flags.LONG)
         after, at = parse_after(payload, at, _LONG_KEY if longer else _NAME)
         parse_end(payload, at)
-        root = self._find(base, space)
+        root = directory_at(self._namespace, base, space)
         found: list[bytes] = []
         for byte in range(int(after[:2] or b"0", 16), 256):
             if len(found) >= count or root is None:
                 break
             shard = b"%02x" % byte
-            directory = self._find(root, (shard,))
+            directory = directory_at(self._namespace, root, (shard,))
             if directory is not None:
                 await self._list_shard(directory, shard, after if after[:2] == shard else b"", count, found, longer)
             await self._pause()
@@ -70,7 +72,7 @@ class Listing:
             within = (
                 after[:_SHORT_DIGITS] + _LETTERS[(at := int(after[_SHORT_DIGITS : _SHORT_DIGITS + 1], 16)) : at + 1]
             )
-            above = self._find(directory, (within,))
+            above = directory_at(self._namespace, directory, (within,))
             if above is not None:
                 await self._list_long(above, within, after[_SHORT_DIGITS + 1 :], count, found)
             after = within

@@ -13,10 +13,10 @@ from kvfs._native import ffi
 # One device's, in a second: bytes, and what one block costs beside its own.
 DEVICE_BYTES_S = 8 << 30
 BLOCK_COST = 16 << 10
-# Uses are told once a second, or later by a client that is slow.
-_TOGETHER_S = 2.0
-# Anything that is counted, in a second of one client.
-_COUNT_S = 10_000_000
+# Uses and totals are told once a second, or later by a client that is slow.
+TOGETHER_S = 2.0
+# Anything that is counted, in a second of one user's clients.
+_COUNT_S = 100_000_000
 # Buffers that devices still own.
 _BUSY_MAX = 1 << 20
 
@@ -27,12 +27,12 @@ _RECONNECTS = REPORTED.index("reconnects")
 TOTALS = len(REPORTED) - 1
 
 
-class Reads:
-    """Bytes that one user may have read and not told yet."""
+class Credit:
+    """So much may be told now: what comes at a rate, of TOGETHER_S at most."""
 
-    def __init__(self, device_count: int) -> None:
-        self._rate = DEVICE_BYTES_S * max(1, device_count)
-        self._left = self._most = int(self._rate * _TOGETHER_S)
+    def __init__(self, rate: int) -> None:
+        self._rate = rate
+        self._left = self._most = int(rate * TOGETHER_S)
         self._as_of_s: float | None = None
 
     def left(self, now_s: float) -> int:
@@ -45,21 +45,30 @@ class Reads:
         self._left = max(0, self._left - size)
 
 
+class Told:
+    """What one user may tell: bytes that it has read, which its uses are. And its clients' totals."""
+
+    def __init__(self, device_count: int) -> None:
+        bytes_s = DEVICE_BYTES_S * max(1, device_count)
+        self.reads = Credit(bytes_s)
+        self.totals = [Credit(bytes_s if name.endswith("_bytes") else _COUNT_S) for name in REPORTED[:TOTALS]]
+
+
 class Report:
     """The totals of one connection's client, and its `busy`."""
 
-    def __init__(self, device_count: int, now_s: float) -> None:
+    def __init__(self) -> None:
         self.totals: Sequence[int] = (0,) * len(REPORTED)
         self._before: Sequence[int] | None = None
-        self._since_s, self._bytes_s = now_s, DEVICE_BYTES_S * max(1, device_count)
 
-    def take(self, told: Sequence[int], now_s: float) -> None:
-        """Its totals and `busy`, as it tells them. More than can be is cut; a total that falls stays."""
+    def take(self, told: Sequence[int], user: Told, now_s: float) -> None:
+        """Its totals and `busy`, as it tells them. More than can be counts later or never. A total that falls stays."""
         if self._before is None:
             # Totals of a client that was connected before were reported on its earlier connection.
             self._before = (0,) * TOTALS if not told[_RECONNECTS] else told[:TOTALS]
-        seconds = now_s - self._since_s + _TOGETHER_S
-        most = [int(seconds * (self._bytes_s if name.endswith("_bytes") else _COUNT_S)) for name in REPORTED[:TOTALS]]
-        since = [now - before for now, before in zip(told, self._before, strict=False)]
-        totals = [max(last, min(now, limit)) for last, now, limit in zip(self.totals, since, most, strict=False)]
+        totals = []
+        for now, before, last, credit in zip(told, self._before, self.totals, user.totals, strict=False):
+            more = max(0, min(now - before - last, credit.left(now_s)))
+            credit.take(more)
+            totals.append(last + more)
         self.totals = (*totals, min(told[TOTALS], _BUSY_MAX))

@@ -9,13 +9,14 @@ by user. A peer that does not read costs its own user nothing but that, for a wh
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from errno import EMFILE
 from time import perf_counter
 from typing import Protocol
 
 import trio
 
-from kvfs.frontend.told import Reads
+from kvfs.frontend.told import TOGETHER_S, Told
 from kvfs.frontend.wire import RefusedError
 
 # Of work for one user, between two looks at the others'.
@@ -79,7 +80,8 @@ class User:
         self.checks: set[tuple[int, int]] = set()
         self.checking = trio.CapacityLimiter(1)
         self.asking = trio.CapacityLimiter(ASKING_OF_USER_MAX)
-        self.reads = Reads(users.device_count)
+        self.told = Told(users.device_count)
+        self.left_s = 0.0  # when its last connection ended, if it has none
         self._users = users
         self._spent_s = self._begun_s = 0.0
         self._waiting: deque[trio.Event] = deque()
@@ -160,7 +162,7 @@ class User:
         self.room.give(connection.room.kept)
         connection.room.give(connection.room.kept)
         self.connections.discard(connection)
-        self._users.forget(self)
+        self._users.leave(self)
 
     def _hang_up_on_unread(self) -> None:
         before = trio.current_time() - UNREAD_S
@@ -172,28 +174,45 @@ class User:
 class Users:
     """All users that have connections. `run()` must run."""
 
-    def __init__(self, device_count: int) -> None:
-        self.device_count = device_count
+    def __init__(self, device_count: int, is_exempt: Callable[[int], bool]) -> None:
+        """is_exempt: of users who may have all connections that one user may have."""
+        self.device_count, self._is_exempt = device_count, is_exempt
         self._users: dict[int, User] = {}
+        # Those without connections, for a while: what they have told counts.
+        self._gone: dict[int, User] = {}
         self._used: dict[User, None] = {}
         self._busy = trio.Event()
 
     def enter(self, connection: Connection, uid: int) -> User:
-        """Whose connection it is. RefusedError: there are too many."""
-        user = self._users.get(uid) or User(self, uid)
-        if sum(len(one.connections) for one in self._users.values()) >= CONNECTIONS_MAX:
+        """Whose connection it is. RefusedError: there are too many. One user leaves as many to all others as it has."""
+        self._forget()
+        user = self._users.get(uid) or self._gone.get(uid) or User(self, uid)
+        left = CONNECTIONS_MAX - sum(len(one.connections) for one in self._users.values())
+        if left <= 0:
             raise RefusedError(EMFILE, f"{CONNECTIONS_MAX} native clients are connected, the most there can be")
-        if len(user.connections) >= CONNECTIONS_OF_USER_MAX:
+        most = CONNECTIONS_OF_USER_MAX if self._is_exempt(uid) else min(CONNECTIONS_OF_USER_MAX, left)
+        if len(user.connections) >= most:
             raise RefusedError(
-                EMFILE, f"{CONNECTIONS_OF_USER_MAX} native clients of user {uid} are connected, the most of one user"
+                EMFILE,
+                f"{len(user.connections)} native clients of user {uid} are connected, the most of one user while "
+                f"{left} more can be",
             )
+        self._gone.pop(uid, None)
         self._users[uid] = user
         user.connections.add(connection)
         return user
 
-    def forget(self, user: User) -> None:
+    def leave(self, user: User) -> None:
+        """One of its connections has ended."""
         if not user.connections and self._users.get(user.uid) is user:
             del self._users[user.uid]
+            user.left_s = trio.current_time()
+            self._gone[user.uid] = user
+
+    def _forget(self) -> None:
+        """Those whose credit is whole again."""
+        while self._gone and (oldest := next(iter(self._gone.values()))).left_s + TOGETHER_S <= trio.current_time():
+            del self._gone[oldest.uid]
 
     def used(self, user: User) -> None:
         if not self._used:

@@ -61,6 +61,7 @@ from kvfs.record import (
     Kind,
 )
 from kvfs.store.store import Store
+from kvfs.store.table_room import WAIT_S
 from kvfs.types import NAME_MAX, PAGE_SIZE, ROOT_INODE, InodeNumber
 
 RENAME_NOREPLACE = 1
@@ -287,16 +288,18 @@ class Namespace:
         return await self._sealing.seal(inode.inode) or inode
 
     async def when_room(self, make: Callable[[], Inode]) -> Inode:
-        """make() a name; where the block table is full, once eviction has made room. NoSpaceError."""
+        """make() a name; where the block table is full, once eviction has made room. NoSpaceError. All its tries have
+        the time of one."""
+        until = trio.current_time() + WAIT_S
         while True:
             try:
                 return make()
             except NamesFullError:
-                await self.room_for_name()
+                await self.room_for_name(until - trio.current_time())
 
-    async def room_for_name(self) -> None:
+    async def room_for_name(self, timeout_s: float = WAIT_S) -> None:
         """Return when the block table has room. NoSpaceError."""
-        await self._blocks.table_room.wait()
+        await self._blocks.table_room.wait(timeout_s)
 
     @step
     def mkdir(self, parent: InodeNumber, name: bytes, mode: int, uid: int, gid: int) -> Inode:

@@ -265,14 +265,16 @@ class Reservations:
     # ---- committing ----
 
     async def commit(
-        self, holder: Holder, items: Part, count: int, make_way: MakeWay, pause: Pause = trio.lowlevel.checkpoint
-    ) -> tuple[bytes, bool]:
+        self, holder: Holder, items: Part, count: int, make_way: MakeWay, timeout_s: float = float("inf"),
+        pause: Pause = trio.lowlevel.checkpoint,
+    ) -> tuple[bytes, bool]:  # fmt: skip
         """The answers to a COMMIT, whose items were checked: 0 for what entered or was superseded. And whether hosts
         may know what had a name before.
 
-        When this returns a crash cannot lose a block that it said 0 for.
+        When this returns a crash cannot lose a block that it said 0 for. timeout_s: for the wait for room in the table.
         """
         replaced = full = False
+        until = trio.current_time() + timeout_s
         with self._frames.commit(holder.told, items, count) as frame:
             found, left = Next.MORE, 0
             while found != Next.DONE:
@@ -282,7 +284,7 @@ class Reservations:
                 replaced |= self._committed(holder, frame)
                 if found == Next.NAMES and not full and not self._blocks.table_room.left():
                     # The item may have ended meanwhile: C looks again.
-                    full = not await self._has_room()
+                    full = not await self._has_room(until - trio.current_time())
                 elif found == Next.NAMES:
                     left += 1
                     replaced |= self._enter(holder, frame, make_way)
@@ -292,10 +294,10 @@ class Reservations:
             await self._secure([_run(run) for run in frame.runs()], bool(frame.told.durable))
             return frame.answers(), replaced
 
-    async def _has_room(self) -> bool:
+    async def _has_room(self, timeout_s: float) -> bool:
         """Wait for room in the block table."""
         try:
-            await self._blocks.table_room.wait()
+            await self._blocks.table_room.wait(timeout_s)
         except NoSpaceError as error:
             log.warning("native put: %s", error)
             return False

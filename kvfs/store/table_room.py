@@ -54,11 +54,12 @@ class TableRoom:
         self._gained.set()
         self._gained = trio.Event()
 
-    async def wait(self) -> None:
-        """Return when a record is free; at once where one is. NoSpaceError."""
+    async def wait(self, timeout_s: float = WAIT_S) -> None:
+        """Return when a record is free; at once where one is. NoSpaceError: after timeout_s, and WAIT_S at most."""
         if self.left():
             return
-        with trio.move_on_after(WAIT_S):
+        timeout_s = max(0.0, min(timeout_s, WAIT_S))
+        with trio.move_on_after(timeout_s):
             while not self.left() and not self.exhausted:
                 self._want()
                 with trio.move_on_after(_POLL_S):
@@ -66,5 +67,6 @@ class TableRoom:
         if not self.left():
             raise NoSpaceError(
                 f"the table of names is full: of {self.most} records {self.kept()} are directories, links and files "
-                "that are being made, and no block can be evicted"
+                "that are being made, and "
+                + ("no block can be evicted" if self.exhausted else f"none has become free in {timeout_s:.3g} s")
             )

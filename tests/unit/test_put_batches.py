@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import struct
 import sys
 from collections.abc import Awaitable, Callable
@@ -15,6 +16,7 @@ from helpers import slowness
 from store_pools import LAZY, make_pool, pass_time, with_store
 from test_directories_of_keys import Connection
 
+from kvfs.errors import NoSpaceError
 from kvfs.namespace.files import Namespace
 from kvfs.store.shares import ROOT
 from kvfs.store.store import Store
@@ -180,6 +182,31 @@ def test_a_put_into_a_full_table_waits_for_the_evictor_and_enters(
             namespace.mkdir(ROOT_INODE, b"d%d" % made, 0o755, 0, 0)
             made += 1
         await puts.put(ITEMS, 10, b"other")
+        puts.connection.close()
+
+    with_store(make_pool(tmp_path / "pool"), work, dataclasses.replace(LAZY, records_max=3 * 8 * ITEMS))
+
+
+def test_a_put_into_a_table_that_stays_full_is_refused_while_its_client_still_listens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not ten seconds later, when a client that waits for two has called its daemon dead."""
+
+    async def work(store: Store) -> None:
+        puts, namespace, room = Puts(store, monkeypatch), Namespace(store), store.blocks.table_room
+        connection = puts.connection.connection
+        connection._timeout_s = 0.2
+        monkeypatch.setattr(room, "_want", lambda: None)
+        monkeypatch.setattr(type(room), "is_short", lambda self: False)
+        keys = [b"%02x%06x%02x" % (i % 16, i, 9) for i in range(ITEMS)]
+        frame = where(ROOT_INODE, b"model", ITEMS) + wanted([(key, 4096) for key in keys])
+        numbers = [place.reservation for place in places_in(await connection.reserve(frame), ITEMS)]
+        while room.left():
+            namespace.mkdir(ROOT_INODE, b"d%d" % room.left(), 0o755, 0, 0)
+        with pytest.raises(NoSpaceError, match=r"none has become free in 0\.15 s"):
+            await connection.reserve(frame)
+        items = struct.pack("<Q", ITEMS) + b"".join(struct.pack("<Qq", number, 0) for number in numbers)
+        assert await connection.commit(items) == struct.pack("<q", -errno.ENOSPC) * ITEMS
         puts.connection.close()
 
     with_store(make_pool(tmp_path / "pool"), work, dataclasses.replace(LAZY, records_max=3 * 8 * ITEMS))
