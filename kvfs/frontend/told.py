@@ -46,7 +46,7 @@ class Credit:
 
 
 class Told:
-    """What one user may tell of: bytes that were read, and the totals of reports."""
+    """Bytes that one user may have read, and the totals that its clients may report."""
 
     def __init__(self, device_count: int) -> None:
         bytes_s = DEVICE_BYTES_S * max(1, device_count)
