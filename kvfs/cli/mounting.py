@@ -267,7 +267,7 @@ def _umount(args: argparse.Namespace) -> int:
     watch = _watch_daemon(pool)
     mount.unmount(present.mountpoint, lazy=args.lazy, force=args.force)
     # Of a daemon that is dead nobody can keep anything.
-    kept = holders(present.device) if watch is not None and not watch.wait(0) else []
+    kept = holders(present.device, present.source) if watch is not None and not watch.wait(0) else []
     clean = not exports and not kept
     here, ends = f"{present.mountpoint}: unmounted", f"kvfs umount {pool} ends that"
     if exports:
@@ -309,7 +309,7 @@ def _end_pool(args: argparse.Namespace, pool: Path) -> int:
     mountpoints = [its.mountpoint for its in present]
     for mountpoint in mountpoints:
         mount.unmount(mountpoint, lazy=args.lazy, force=args.force)
-    kept = [] if device is None else holders(device)
+    kept = [] if device is None else holders(device, str(pool))
     if kept and not args.lazy:
         note(f"{pool}: also mounted: {describe(kept)}: it ends there too, files that are open get 10 s")
     if exports or not mountpoints or (kept and not args.lazy):

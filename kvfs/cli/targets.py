@@ -59,11 +59,12 @@ def status_of(pool: Path, timeout_s: float | None = None) -> Mapping[str, object
 def _with_holders(pool: Path, document: Mapping[str, object]) -> Mapping[str, object]:
     """A pool's status; where no mount point is left and the daemon goes on, with what keeps the mount."""
     from kvfs.frontend.holders import describe, holders
+    from kvfs.frontend.mount import resolve
 
     device = document.get("mount_device")
     if document.get("mounts") or not isinstance(device, str):
         return document
-    kept = [holder for holder in holders(device) if holder.pid is not None]
+    kept = [holder for holder in holders(device, resolve(pool)) if holder.pid is not None]
     if not kept and document.get("exports"):
         return document
     advice = f"unmounted here, and kept by {describe(kept)}: kvfs umount {pool} ends it all the same"

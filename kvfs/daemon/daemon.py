@@ -120,8 +120,9 @@ class Daemon:
         # Set when the last transport is gone: no request can come any more.
         self._gone = trio.Event()
         self._mounted = False
-        # The number of the mounted filesystem (major:minor), by which others are found that keep it.
-        self._device: str | None = None
+        # The mount as it was made: its number, by which others are found that keep it, and its source. After an unmount
+        # another filesystem may have the number.
+        self._made: mounting.Mount | None = None
         self._ready = False
         self._stop = trio.Event()
         self.hearing = Hearing(self._stop.set, self._reload)
@@ -232,8 +233,7 @@ class Daemon:
             )
         )
         self._mounted = True
-        present = mounting.find_mount(mountpoint)
-        self._device = None if present is None else present.device
+        self._made = mounting.find_mount(mountpoint)
         return fd
 
     async def _wait_answer(self, mountpoint: str) -> None:
@@ -294,14 +294,14 @@ class Daemon:
         self._store.ending()
         # Also where it is bound to. The upper ones first.
         for present in reversed(mounting.mounts()):
-            if present.is_kvfs and present.device == self._device:
+            if self._made is not None and present.is_same(self._made.device, self._made.source):
                 await self._unmount(present.mountpoint)
         self._exports.stop()
         with trio.move_on_after(GRACE_S):
             with trio.move_on_after(_GOING_S):
                 await self._gone.wait()
-            if not self._gone.is_set() and self._device is not None:
-                kept = await trio.to_thread.run_sync(holders, self._device, abandon_on_cancel=True)
+            if not self._gone.is_set() and (made := self._made) is not None:
+                kept = await trio.to_thread.run_sync(holders, made.device, made.source, abandon_on_cancel=True)
                 log.warning("the mount is kept by %s; it ends with the daemon", describe(kept))
             while not self._gone.is_set() and self._store.plane.statistics()["open_handles"]:
                 await trio.sleep(_GOING_POLL_S)
@@ -342,8 +342,8 @@ class Daemon:
         found = live_status(self._store, counters, self._options.pool, self._mounts(), exports, self._started_s)
         if self._stop.is_set() or self._gone.is_set():
             found["pool"] = {**cast(dict[str, object], found["pool"]), "state": "ending"}
-        if self._device is not None:
-            found["mount_device"] = self._device
+        if self._made is not None:
+            found["mount_device"] = self._made.device
         if self._pod is not None:
             found["pod"] = dict(self._pod.status())
         return found

@@ -32,9 +32,10 @@ class Holder:
         return f"pid {self.pid} ({self.program}) in another mount namespace, at {self.mountpoint}"
 
 
-def holders(device: str, proc: Path = _PROC) -> list[Holder]:
-    """Each place where the filesystem with this number (major:minor) is mounted; of one namespace the first process."""
-    found = [Holder(mountpoint) for mountpoint in _places(proc / "self", device)]
+def holders(device: str, source: str, proc: Path = _PROC) -> list[Holder]:
+    """Each place where the filesystem with this number (major:minor) and source is mounted; of one namespace the first
+    process."""
+    found = [Holder(mountpoint) for mountpoint in _places(proc / "self", device, source)]
     seen = {_namespace(proc / "self")}
     for pid in sorted(int(entry) for entry in os.listdir(proc) if entry.isdigit()):
         process = proc / str(pid)
@@ -42,7 +43,7 @@ def holders(device: str, proc: Path = _PROC) -> list[Holder]:
             namespace = _namespace(process)
             if namespace not in seen:
                 seen.add(namespace)
-                found += [Holder(place, pid, _program(process)) for place in _places(process, device)]
+                found += [Holder(place, pid, _program(process)) for place in _places(process, device, source)]
     return found
 
 
@@ -58,9 +59,9 @@ def _namespace(process: Path) -> str:
     return os.readlink(process / "ns/mnt")
 
 
-def _places(process: Path, device: str) -> Iterator[str]:
+def _places(process: Path, device: str, source: str) -> Iterator[str]:
     text = (process / "mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
-    return (mount.mountpoint for mount in parse_mountinfo(text) if mount.device == device)
+    return (mount.mountpoint for mount in parse_mountinfo(text) if mount.is_same(device, source))
 
 
 def _program(process: Path) -> str:

@@ -63,6 +63,10 @@ class Mount:
     def is_kvfs(self) -> bool:
         return self.type == FILESYSTEM_TYPE
 
+    def is_same(self, device: str, source: str) -> bool:
+        """Whether it is the kvfs filesystem with this number and source. A free number is given to another."""
+        return self.is_kvfs and self.device == device and self.source == source
+
 
 def _unescape(text: str) -> str:
     """Undo the octal escapes of mountinfo (space, tab, newline, backslash)."""

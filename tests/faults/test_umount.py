@@ -126,6 +126,34 @@ def test_a_lazy_unmount_with_a_file_open_can_be_ended(pool: Pool) -> None:
     assert read_file(pool.mount / "open") == b"written"
 
 
+def mount_as(pool: Pool, number: int) -> None:
+    """Mount a pool until its filesystem has that number (the kernel gives the lowest free one; others may take it)."""
+    for _ in range(20):
+        pool.start()
+        if mount_device(pool.mount) == number:
+            return
+        pool.umount()
+    raise AssertionError(f"no mount of {pool.path} got the number {number}")
+
+
+@pytest.mark.parametrize("end", ["umount", "signal"])
+def test_the_mount_of_another_pool_that_has_the_number_since_stays(pool: Pool, own_pool, end: str) -> None:
+    other: Pool = own_pool(files=2, size="128M", started=False)
+    pool.umount()
+    pool.start("--virtiofs", f"{pool.base / 'guest.sock'},tag=kv,queues=2")
+    number, pid = mount_device(pool.mount), pool.pid()
+    assert number is not None
+    pool.command("umount", str(pool.mount), timeout_s=60)
+    mount_as(other, number)
+    if end == "umount":
+        assert "also mounted" not in pool.command("umount", str(pool.path), timeout_s=60).stderr
+    else:
+        os.kill(pid, signal.SIGTERM)
+    wait_until(lambda: not process_alive(pid), "the end of the daemon")
+    assert mount_device(other.mount) == number
+    (other.mount / "file").write_bytes(b"served on")
+
+
 def test_a_pool_that_nobody_serves_is_not_mounted(pool: Pool) -> None:
     pool.umount()
     result = pool.command("umount", str(pool.path), check=False)
