@@ -323,7 +323,7 @@ class _Connection:
         self._scope.cancel()
 
     async def close(self) -> None:
-        with trio.move_on_after(CLOSE_TIMEOUT_S), suppress(OSError):
+        with trio.move_on_after(CLOSE_TIMEOUT_S), suppress(OSError, trio.BusyResourceError, trio.ClosedResourceError):
             async with self._sending:
                 await self._send(wire.FRAME.pack(0, Type.CLOSE, 0, 0, 0))
         self._scope.cancel()
@@ -385,9 +385,10 @@ class _Connection:
         for fd in await self._open(0, count):
             os.close(fd)
         await self.answer(Type.HELLO, 0, head, layout)
-        for at in range(0, count, FDS_MAX):
-            frame = wire.FRAME.pack(0, Type.DESCRIPTORS, 0, 0, 0)
-            await self._hand(frame, partial(self._open, at, min(at + FDS_MAX, count)))
+        async with self._sending:
+            for at in range(0, count, FDS_MAX):
+                frame = wire.FRAME.pack(0, Type.DESCRIPTORS, 0, 0, 0)
+                await self._hand(frame, partial(self._open, at, min(at + FDS_MAX, count)))
 
     async def _open(self, first: int, end: int) -> list[int]:
         """Open some files of the client's own: changed flags of its descriptors change none of ours. RefusedError."""

@@ -1,4 +1,4 @@
-"""A connection of a native client, in one process with its store: what it remembers of directories."""
+"""A connection of a native client, in one process with its store: what it remembers of directories, and its end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class Connection:
         self.inodes: dict[int, Inode] = {}
         self.ours, self.theirs = socket.socketpair()
         stream = trio.SocketStream(trio.socket.from_stdlib_socket(self.ours))
-        self.connection = clients._Connection(Clients(store, self.namespace), store, self.namespace, stream, b"")
+        self.clients = Clients(store, self.namespace)
+        self.connection = clients._Connection(self.clients, store, self.namespace, stream, b"")
         self.connection._holder = self.holder = store.reservations.join()
         self.connection._timeout_s = 50.0
         # Turns are those of users, who have none here.
@@ -170,3 +171,25 @@ def test_hosts_are_told_of_a_removal_though_its_client_is_gone(tmp_path: Path, m
         connection.close()
 
     with_store(make_pool(tmp_path / "pool"), work, LAZY)
+
+
+def test_an_end_beside_a_peer_that_does_not_take_its_descriptors_is_clean(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(store: Store) -> None:
+        of = Connection(store, monkeypatch)
+        of.clients._connections.add(of.connection)
+        of.ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        with trio.fail_after(30):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(of.connection.welcome, True)
+                while not trio.lowlevel.current_statistics().io_statistics.tasks_waiting_write:
+                    await trio.sleep(0.01)
+                with pytest.raises(BlockingIOError):
+                    while True:
+                        of.ours.send(bytes(64))
+                await of.clients.close()
+                nursery.cancel_scope.cancel()
+        of.close()
+
+    with_store(make_pool(tmp_path / "pool"), work)
