@@ -68,7 +68,8 @@ class ForeignRequests:
             self._others.tell_used(slot, keys)
 
     async def fresh(self) -> None:
-        await trio.to_thread.run_sync(self._others.fresh, abandon_on_cancel=True)
+        # Not abandoned: the caller's limit counts threads, and a peer that hangs up would have more.
+        await trio.to_thread.run_sync(self._others.fresh)
 
     async def lease(self, lessee: Lessee, payload: bytes) -> bytes:
         number, milliseconds, reserved = _LEASE.unpack_from(payload)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import cast
 
 import pytest
 import trio
+import trio.testing
 from kvfs._native import ffi
 from store_pools import make_pool, with_store
 
@@ -60,7 +62,7 @@ class Others:
         self.hold_up: Callable[[], None] = lambda: None
 
     def fresh(self) -> None:
-        raise AssertionError
+        self.hold_up()
 
     def keep(self, wanted: Mapping[int, Sequence[bytes]], seconds: float) -> Iterable[Kept]:
         assert 0 < seconds <= 1
@@ -110,6 +112,36 @@ def test_a_client_that_is_gone_while_others_are_asked_leaves_no_lease(tmp_path: 
             nursery.cancel_scope.cancel()
         store.leases.leave(lessee)
         assert others.released == [1] and (lessee.blocks, store.leases.statistics().open) == (0, 0)
+
+    with_store(make_pool(tmp_path / "pool"), work)
+
+
+def test_a_barrier_of_a_client_that_is_gone_counts_until_its_thread_ends(tmp_path: Path) -> None:
+    async def work(store: Store) -> None:
+        foreign, _, others = requests(store)
+        asked, over, limit = trio.Event(), threading.Event(), trio.CapacityLimiter(1)
+        token = trio.lowlevel.current_trio_token()
+
+        def hold_up() -> None:
+            trio.from_thread.run_sync(asked.set, trio_token=token)
+            assert over.wait(30)
+
+        async def ask() -> None:
+            async with limit:
+                await foreign.fresh()
+
+        others.hold_up = hold_up
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask)
+            await asked.wait()
+            nursery.cancel_scope.cancel()
+            with trio.CancelScope(shield=True):
+                try:
+                    await trio.testing.wait_all_tasks_blocked(0.05)
+                    assert limit.borrowed_tokens == 1
+                finally:
+                    over.set()
+        assert limit.borrowed_tokens == 0
 
     with_store(make_pool(tmp_path / "pool"), work)
 
