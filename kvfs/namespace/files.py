@@ -160,8 +160,9 @@ class Namespace:
         return self.lookup(parent, name) if found is None else found
 
     @step
-    def _enter_foreign(self, parent: InodeNumber, name: bytes) -> Inode | None:
-        """Make a directory that another node has. It is told to nobody before something is made in it."""
+    def _enter_foreign(self, parent: InodeNumber, name: bytes, own: Inode | None = None) -> Inode | None:
+        """Make a directory that another node has, in place of an own one. It is told to nobody before something is made
+        in it. Returns None where nobody else has it, and changes nothing then."""
         assert self._foreign is not None
         found = self._foreign.rights(parent, name)
         if found is None or self._index.get(parent) is None:
@@ -172,7 +173,9 @@ class Namespace:
             mode=found.mode, uid=found.uid, gid=found.gid, nlink=2, flags=InodeFlags.BORROWED,
             version=found.version, mtime_ns=now, ctime_ns=now, atime_ns=now,
         )  # fmt: skip
-        self._enter(inode, links=1)
+        if own is not None:
+            self._index.delete(own)
+        self._enter(inode, links=int(own is None))
         # News of a moment ago found nothing here.
         return self._blocks.follow_rights(inode)
 
@@ -448,21 +451,17 @@ class Namespace:
     def rmdir(self, parent: InodeNumber, name: bytes) -> None:
         inode = self.lookup(parent, name)
         self._check_removable(inode)
-        if self._foreign is not None and self._foreign.directory(parent, name) is not None:
-            self._withdraw(inode)
+        is_theirs = self._foreign is not None and self._foreign.directory(parent, name) is not None
+        is_borrowed = is_theirs and InodeFlags.BORROWED in inode.flags
+        if not is_borrowed:
+            self._remove(inode.inode)  # the others are told
+        # Nothing is in it here any more: the last node that has something there may remove it. This one may, if news of
+        # this moment say that nobody else has it.
+        if is_borrowed or (is_theirs and self._enter_foreign(parent, name, inode) is not None):
             raise NotEmptyError(f"{name!r} in directory {parent}: another node has it too")
         now = time.time_ns()
-        self._remove(inode.inode)
         self._drop_name(inode, inode.inode in self._open_directories, now)
         self._touch(parent, now, -1)
-
-    def _withdraw(self, directory: Inode) -> None:
-        """Nothing is in it here any more: the last node that has something there may remove it."""
-        if InodeFlags.BORROWED in directory.flags:
-            return
-        self._remove(directory.inode)  # the others are told
-        self._index.delete(directory)
-        self._enter_foreign(directory.parent, directory.name)
 
     def _check_removable(self, directory: Inode) -> None:
         if directory.kind != Kind.DIRECTORY:

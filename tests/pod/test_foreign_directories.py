@@ -1,0 +1,87 @@
+"""Directories that another node has too, while its news come at any moment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import trio
+from pods import make_pod
+
+from kvfs.errors import NotEmptyError, NotFoundError
+from kvfs.namespace.files import Namespace
+from kvfs.namespace.foreign import ForeignNames
+from kvfs.podmap import Foreign, PodMap
+from kvfs.record import InodeFlags
+from kvfs.store.store import Store
+from kvfs.types import ROOT_INODE, InodeNumber
+
+NEVER = (1 << 64) - 1
+
+
+def podmap_of(store: Store) -> PodMap:
+    podmap = store.plane.pod
+    assert podmap is not None
+    return podmap
+
+
+async def news_of_a_directory(pool: Path) -> tuple[bytes, bytes]:
+    """The batches of a node that makes the directory `d`, and removes it."""
+    async with Store.open(pool) as store:
+        podmap = podmap_of(store)
+        names = Namespace(store, ForeignNames(store, podmap))
+        podmap.take(NEVER)
+        names.mkdir(ROOT_INODE, b"d", 0o755, 0, 0)
+        made = podmap.take(NEVER)
+        names.rmdir(ROOT_INODE, b"d")
+        removed = podmap.take(NEVER)
+        assert made.record_count == removed.record_count == 1
+        return made.data, removed.data
+
+
+class News(ForeignNames):
+    """The other node removes its directory just behind the look whether it has one."""
+
+    removed: bytes | None = None
+
+    def directory(self, parent: InodeNumber, name: bytes) -> Foreign | None:
+        found = super().directory(parent, name)
+        if found is not None and self.removed is not None:
+            self._map.apply(1, self.removed)
+        return found
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_directory_that_the_other_removes_meanwhile_is_removed(tmp_path: Path, is_open: bool) -> None:
+    pools = make_pod(tmp_path, nodes=2, joined=2)
+
+    async def main() -> None:
+        made, removed = await news_of_a_directory(pools[1])
+        async with Store.open(pools[0]) as store:
+            podmap = podmap_of(store)
+            foreign = News(store, podmap)
+            names = Namespace(store, foreign)
+            links = names.get(ROOT_INODE).nlink
+            own = names.mkdir(ROOT_INODE, b"d", 0o755, 0, 0)
+            podmap.apply(1, made)
+            # It becomes the other's here, and the root has as many directories as before.
+            with pytest.raises(NotEmptyError, match="another node has it too"):
+                names.rmdir(ROOT_INODE, b"d")
+            assert InodeFlags.BORROWED in names.lookup(ROOT_INODE, b"d").flags
+            assert names.get(ROOT_INODE).nlink == links + 1
+            # With something of its own in it, it is its own again.
+            names.mkdir(own.inode, b"e", 0o755, 0, 0)
+            names.rmdir(own.inode, b"e")
+            assert InodeFlags.BORROWED not in names.lookup(ROOT_INODE, b"d").flags
+            foreign.removed, removals = removed, store.blocks.directory_removals
+            if is_open:
+                names.open_directory(own.inode)
+            names.rmdir(ROOT_INODE, b"d")
+            with pytest.raises(NotFoundError):
+                names.lookup(ROOT_INODE, b"d")
+            assert names.get(ROOT_INODE).nlink == links and store.blocks.directory_removals == removals + 1
+            if is_open:
+                assert names.get(own.inode).nlink == 0
+                names.close_directory(own.inode)
+
+    trio.run(main)
