@@ -194,7 +194,8 @@ def _take_slot(
     ones stay far below the bound. A join on devices that never do ends with an error.
 
     A write cannot be called back. One that took too long may have taken the slot of a node that was sure. The latter
-    sees the page at its next beat or mount, and stops. Its blocks may be there, so the slot is not as fresh as it looked.
+    sees the page at its next beat or mount, and stops. Its blocks may be there, so the slot is not as fresh as it
+    looked.
     """
     fresh: set[int] = set()
     start = clock.now()
