@@ -38,7 +38,8 @@ _HIGH_WATER = 100_000
 # Messages of a replay that a peer has not read, and the part of one that is sent between two looks at events.
 _REPLAY_HIGH_WATER = 8
 _REPLAY_PART = 64
-# Replays that are under way; beyond, the first gives way. So does one whose peer reads nothing for so long.
+# Replays that are under way; beyond, the one gives way whose peer has read nothing for longest. So does one whose
+# peer reads nothing for so long.
 _REPLAYS_MAX = 16
 _REPLAY_PATIENCE_S = 10.0
 # A router that is there answers within that; without one, publishing begins all the same.
@@ -175,17 +176,19 @@ class Publisher:
             parts = self._replay.recv_multipart()
             if len(parts) != 3 or len(parts[2]) != 8:
                 continue
-            self._replays.pop(parts[0], None)
-            self._replays[parts[0]] = int.from_bytes(parts[2], "big"), time.monotonic()
+            # To ask again is no progress.
+            _, since_s = self._replays.get(parts[0], (0, time.monotonic()))
+            self._replays[parts[0]] = int.from_bytes(parts[2], "big"), since_s
             if len(self._replays) > _REPLAYS_MAX:
-                del self._replays[next(iter(self._replays))]
+                del self._replays[min(self._replays, key=lambda who: self._replays[who][1])]
+                # All get a part before the next peer is heard.
+                break
         for who in list(self._replays):
             self._replay_some(who)
 
     def _replay_some(self, who: bytes) -> None:
         first = self._sent[0][0] if self._sent else self._sequence
-        asked, since_s = self._replays[who]
-        at = max(asked, first)
+        at = max(self._replays[who][0], first)
         end = min(at + _REPLAY_PART, self._sequence)
         try:
             for sequence in range(at, end):
@@ -196,7 +199,7 @@ class Publisher:
                 del self._replays[who]
         except zmq.Again:
             # It has not read.
-            if time.monotonic() - since_s > _REPLAY_PATIENCE_S:
+            if time.monotonic() - self._replays[who][1] > _REPLAY_PATIENCE_S:
                 del self._replays[who]
         except zmq.ZMQError:
             del self._replays[who]  # it has gone

@@ -6,6 +6,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -300,3 +301,82 @@ def test_a_peer_that_asks_for_a_replay_and_reads_nothing_costs_little(
             assert numbers == [*range(50, 200), -1]
     finally:
         context.destroy(linger=0)
+
+
+class Peers:
+    """A double of the replay socket: peers that ask, and have room for so many messages."""
+
+    def __init__(self) -> None:
+        self.asks: list[bytes] = []
+        self.room: dict[bytes, int] = {}
+        self.ended: list[bytes] = []
+
+    def poll(self, timeout_ms: int) -> bool:
+        return bool(self.asks)
+
+    def recv_multipart(self) -> list[bytes]:
+        return [self.asks.pop(0), b"", bytes(8)]
+
+    def send_multipart(self, parts: tuple[bytes, ...], flags: int) -> None:
+        if not self.room.get(parts[0]):
+            raise zmq.Again
+        self.room[parts[0]] -= 1
+        if parts[3] == b"\xff" * 8:
+            self.ended.append(parts[0])
+
+
+class Clock:
+    """Of the publisher."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def monotonic(self) -> float:
+        self.now_s += 0.001
+        return self.now_s
+
+    time = monotonic
+
+
+@pytest.fixture
+def replaying(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Peers, Clock]]:
+    """A publisher of 200 batches, with doubles of its replay socket and its clock."""
+    from kvfs.client import publisher as module
+
+    clock, peers = Clock(), Peers()
+    monkeypatch.setattr(module, "time", clock)
+    with module.Publisher(f"ipc://{tmp_path}/events", replay=f"ipc://{tmp_path}/replay") as publisher:
+        for number in range(200):
+            publisher.send([{"number": number}])
+        monkeypatch.setattr(publisher, "_replay", peers)
+        yield publisher, peers, clock
+
+
+def test_a_replay_goes_on_whose_peer_has_just_read(replaying: tuple[Any, Peers, Clock]) -> None:
+    publisher, peers, clock = replaying
+    peers.asks, peers.room = [b"slow"], {b"slow": 8}
+    publisher.serve_replay()
+    clock.now_s += 11
+    peers.room[b"slow"] = 8
+    publisher.serve_replay()
+    assert publisher.is_replaying
+    peers.room[b"slow"] = 1000
+    while publisher.is_replaying:
+        publisher.serve_replay()
+    assert peers.ended == [b"slow"]
+    peers.asks, peers.room[b"slow"] = [b"slow"], 8
+    publisher.serve_replay()
+    clock.now_s += 11
+    publisher.serve_replay()
+    assert not publisher.is_replaying, "it has read nothing for 11 s"
+
+
+def test_peers_that_ask_again_and_again_push_out_none_that_reads(replaying: tuple[Any, Peers, Clock]) -> None:
+    publisher, peers, _ = replaying
+    silent = [b"silent %d" % i for i in range(17)]
+    peers.asks = [b"honest"]
+    for _ in range(50):
+        peers.asks += silent
+        peers.room[b"honest"] = 8
+        publisher.serve_replay()
+    assert peers.ended == [b"honest"]
