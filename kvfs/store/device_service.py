@@ -25,7 +25,7 @@ import trio
 from kvfs.errors import DeviceError, KvfsError, PoolError, UsageError
 from kvfs.names import step
 from kvfs.pool import nvme_tcp
-from kvfs.pool.config import CONFIG_NAME, PoolConfig
+from kvfs.pool.config import CONFIG_NAME, DeviceConfig, PoolConfig
 from kvfs.pool.devices import Device, DeviceAddress
 from kvfs.pool.format import SegmentHeader
 from kvfs.pool.geometry import LABEL_SIZE, SEGMENTS_MIN
@@ -647,7 +647,7 @@ class DeviceService:
             self._take_away(device)
             try:
                 count = drained + await self._drop_blocks(device)
-                await self._describe(replace(self.config, devices=tuple(devices)))
+                await self._describe(devices)
             except BaseException as error:
                 self._set(device, DeviceState.FAILED, f"could not be removed: {error}")
                 raise
@@ -694,7 +694,7 @@ class DeviceService:
                         await trio.sleep(0.01)
                     self._segments.forget_life(self._segments.all[segment], 0)
                 await _in_thread(limit, path, lambda: write_label(changed, fresh, device, self._epoch))
-                await self._describe(replace(self.config, devices=tuple(devices)))
+                await self._describe(devices)
                 await self._take_in(device, fresh)
                 self._set(device, DeviceState.ONLINE, "")
                 self.all[device].forgotten = False
@@ -715,11 +715,14 @@ class DeviceService:
         await self._blocks.commit()
         return count
 
-    async def _describe(self, config: PoolConfig) -> None:
-        """Write a new description of the pool: pool.toml first, then the labels. A reader tells older labels by their
-        revision."""
-        config = replace(config, revision=self.config.revision + 1)
-        await trio.to_thread.run_sync(write_config, self._opened.path, config)
+    async def _describe(self, devices: Sequence[DeviceConfig]) -> None:
+        """Write a description of the pool with these devices: pool.toml first, then the labels. A reader tells older
+        labels by their revision."""
+        before = None
+        while before is not self.config:  # a SIGHUP may bring other rules while they are written
+            before = self.config
+            config = replace(before, devices=tuple(devices), revision=before.revision + 1)
+            await trio.to_thread.run_sync(write_config, self._opened.path, config)
         self._opened.config = config
 
         async def label(device: int) -> None:

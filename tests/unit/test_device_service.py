@@ -7,6 +7,7 @@ import errno
 import shutil
 import threading
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ from store_pools import (
 
 from kvfs.errors import DeviceError, KvfsError, NoSpaceError, UsageError
 from kvfs.index.lmdb import LmdbIndex
-from kvfs.pool.config import load
+from kvfs.pool.config import PoolConfig, load
 from kvfs.pool.devices import Device
 from kvfs.pool.format import META_CLEAN, Stream
 from kvfs.record import Kind
@@ -457,6 +458,26 @@ def test_a_removed_device_stays_out_and_its_replacement_starts_empty(tmp_path: P
     assert config is not None and config.revision == 2 and not config.devices[SICK].removed
     report = fsck(pool, verify_data=True)
     assert not report.damaged, report.findings
+
+
+def test_rules_that_are_read_while_a_removal_is_written_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = pool_of(tmp_path, 2)
+    real, rules = service_module.write_config, iter([0.5, 0.125])
+
+    async def work(store: Store) -> None:
+        def write_config(path: Path, config: PoolConfig) -> None:
+            for quota in rules:
+                trio.from_thread.run_sync(store.take_rules, replace(store.config, slab_quota=quota))
+                break
+            real(path, config)
+
+        monkeypatch.setattr(service_module, "write_config", write_config)
+        await store.remove_device(SICK, drain=False)
+        here, there = store.config, load(pool)
+        assert there == here and here.devices[SICK].removed
+        assert (here.slab_quota, here.revision) == (0.125, 1)
+
+    with_store(pool, work)
 
 
 def test_drained_what_is_pinned_or_hot_stays(tmp_path: Path) -> None:
