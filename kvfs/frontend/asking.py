@@ -10,6 +10,7 @@ import json
 import os
 import shlex
 import socket
+import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -115,9 +116,9 @@ class ControlClient:
                     continue
                 break
         except TimeoutError as error:
-            pid = daemon_pid(self._pool)
+            pid = self._peer_pid()
             why = f"the daemon gave no answer to {command!r} for {self._socket.gettimeout():g} s"
-            raise DeadlineError(f"{self._pool}: {stopped(pid) if pid and is_stopped(pid) else why}") from error
+            raise DeadlineError(f"{self._pool}: {stopped(pid) if is_stopped(pid) else why}") from error
         except (OSError, ValueError) as error:
             raise KvfsError(f"{self._pool}: the daemon broke off: {error}") from error
         if not document.get("ok"):
@@ -126,6 +127,11 @@ class ControlClient:
             failure.errno = code if isinstance(code, int) else errno.EIO
             raise failure
         return cast(object, document.get("result"))
+
+    def _peer_pid(self) -> int:
+        """Of who listens (SO_PEERCRED, unix(7)); 0 if it is none of our pid namespace. The pid file may be an earlier
+        daemon's."""
+        return cast(int, struct.unpack("3i", self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
 
     def _line(self) -> bytes:
         while b"\n" not in self._pending:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -50,16 +51,42 @@ def test_each_verb_gives_up_in_the_same_time(
     assert said.startswith(f"kvfs: {pool}: the daemon gave no answer to '") and said.endswith("' for 0.2 s\n")
 
 
-def test_a_daemon_that_is_stopped_is_called_so(pool: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
+@contextlib.contextmanager
+def stopped(program: str, pool: Path) -> Iterator[int]:
+    """A process in the pool's directory that says a line and is stopped then."""
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, cwd=pool, stdout=subprocess.PIPE) as process:
         try:
-            (pool / "kvfs.pid").write_text(f"{process.pid}\n")
+            assert process.stdout is not None and process.stdout.readline()
             process.send_signal(signal.SIGSTOP)
             os.waitid(os.P_PID, process.pid, os.WSTOPPED)
-            assert main(["evict", str(pool), "--all"]) == 1
-            assert capsys.readouterr().err == (
-                f"kvfs: {pool}: the daemon (pid {process.pid}) is stopped, by SIGSTOP or a debugger: "
-                f"kill -CONT {process.pid} lets it go on\n"
-            )
+            yield process.pid
         finally:
             process.kill()
+
+
+LISTENER = """import os, socket, time
+os.unlink("control.sock")
+listener = socket.socket(socket.AF_UNIX)
+listener.bind("control.sock")
+listener.listen()
+print("listens", flush=True)
+time.sleep(600)"""
+
+
+def test_a_daemon_that_is_stopped_is_called_so(pool: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with stopped(LISTENER, pool) as pid:
+        assert main(["evict", str(pool), "--all"]) == 1
+        assert capsys.readouterr().err == (
+            f"kvfs: {pool}: the daemon (pid {pid}) is stopped, by SIGSTOP or a debugger: "
+            f"kill -CONT {pid} lets it go on\n"
+        )
+
+
+def test_a_stopped_process_that_has_the_number_of_an_earlier_daemon_is_not_meant(
+    pool: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with stopped('print("here", flush=True); import time; time.sleep(600)', pool) as pid:
+        (pool / "kvfs.pid").write_text(f"{pid}\n")
+        assert main(["evict", str(pool), "--all"]) == 1
+        assert capsys.readouterr().err == f"kvfs: {pool}: the daemon gave no answer to 'evict' for 0.2 s\n"
