@@ -157,7 +157,7 @@ def add_device(verbs: Verbs) -> None:
     )
     sub.add_argument("--drain", action="store_true", help="remove: carry over what is pinned, open or hot before")
     sub.add_argument("--force", action="store_true", help="add, replace: overwrite what the new device holds")
-    sub.add_argument("--dry-run", action="store_true", help="remove: say what would go with it, and leave it")
+    sub.add_argument("--dry-run", action="store_true", help="remove, mounted: say what would go with it, and leave it")
 
 
 def _device(args: argparse.Namespace) -> int:
@@ -201,6 +201,9 @@ def _device_change(args: argparse.Namespace, pool: Path) -> int:
                 f"device_{args.action}", lambda _: printer("seconds", int(time.monotonic() - started), 0), **asked
             )
     except NotRunningError:
+        # To open the pool would write: a new epoch, labels, what a crash has left.
+        if args.dry_run:
+            raise
         from kvfs.daemon.devices import change_device
 
         result = change_device(pool, args.action, asked)

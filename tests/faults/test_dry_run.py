@@ -90,6 +90,14 @@ def test_device_remove_says_what_would_go_with_it(own_pool) -> None:
         f"can be removed, with {told['blocks']} blocks; those that are pinned, open or were read are carried over"
         in text
     )
+    pool.umount()
+    before = state(pool.path)
+    refused = pool.command("device", "remove", str(pool.path), "1", "--dry-run", check=False)
+    assert (refused.returncode, refused.stderr) == (
+        1, f"kvfs: {pool.path}: not mounted: kvfs mount {pool.path} MOUNTPOINT\n"
+    )  # fmt: skip
+    assert state(pool.path) == before
+    pool.start()
     for i in range(BLOCKS):
         assert read_file(pool.mount / f"{i}") == content(SIZE, i)
     assert asked(pool, "device", "list", str(pool.path))["devices"][1]["state"] == "online"  # type: ignore[index]
