@@ -318,6 +318,36 @@ static void test_a_directory_that_an_owner_does_not_repeat_stays_with_the_others
     kvfs_pod_destroy(pod);
 }
 
+/* There is memory for who has some 6,000 of these. */
+static void test_directories_whose_holders_are_not_known_go_with_a_repeat(void) {
+    enum { COUNT = 9000 };
+    struct kvfs_pod_statistics statistics;
+    uint64_t low, high, known = 0, unknown = 0;
+
+    create(10000);
+    for (uint64_t key = 1; key <= COUNT; key++)
+        tell(1, KVFS_POD_DIRECTORY_HERE, key, 1000, 0755);
+    for (uint64_t key = 1; key <= COUNT; key++) {
+        key_of(key, &low, &high);
+        known += pod_holders_known(pod, high);
+        unknown = pod_holders_known(pod, high) || unknown ? unknown : key;
+    }
+    CHECK(known > COUNT / 4 && known < COUNT - 100 && unknown);
+    /* Two have it: it is the last teller's. */
+    tell(2, KVFS_POD_DIRECTORY_HERE, unknown, 1000, 0755);
+    CHECK(kvfs_pod_repeat_begin(pod, 1) == 0);
+    tell(1, KVFS_POD_DIRECTORY_HERE, unknown + 1, 1000, 0755);
+    CHECK(kvfs_pod_repeat_begin(pod, 1) == 0); /* interrupted */
+    tell(1, KVFS_POD_DIRECTORY_HERE, unknown + 2, 1000, 0755);
+    CHECK(kvfs_pod_repeat_end(pod, 1) == COUNT - 2);
+    CHECK(mode_of(unknown) && !mode_of(unknown + 1) && mode_of(unknown + 2));
+    CHECK(kvfs_pod_repeat_begin(pod, 1) == 0 && kvfs_pod_repeat_end(pod, 1) == 1);
+    CHECK(kvfs_pod_repeat_begin(pod, 2) == 0 && kvfs_pod_repeat_end(pod, 2) == 1);
+    kvfs_pod_statistics(pod, &statistics);
+    CHECK(statistics.entries == 0 && statistics.directories == 0 && statistics.shapes == 0);
+    kvfs_pod_destroy(pod);
+}
+
 /* A model: who has which directory, and its rights. */
 static void test_a_model_of_directories_agrees(void) {
     enum { KEYS = 200 };
@@ -758,6 +788,7 @@ int main(void) {
     RUN(test_a_directory_goes_with_the_last_node_that_has_it);
     RUN(test_the_rights_that_were_set_last_count_for_all_who_have_a_directory);
     RUN(test_a_directory_that_an_owner_does_not_repeat_stays_with_the_others);
+    RUN(test_directories_whose_holders_are_not_known_go_with_a_repeat);
     RUN(test_a_model_of_directories_agrees);
     RUN(test_news_arrive_as_they_were_told);
     RUN(test_an_owner_repeats_all_that_its_table_has);

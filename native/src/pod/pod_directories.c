@@ -3,7 +3,7 @@
  * Each node tells in order whether it has a directory, so what it said last counts, whatever the versions. A version is of the rights alone.
  * A directory here is found by its whole key, through chains. Two sets of slots follow each: those that have it, and in which repeat they said so. All
  * of this is with the mutex. Memory is touched from the front on as directories come. Beyond the bound their holders are not known: the entry goes
- * with the first of them. */
+ * with the first of them. It goes with the last that told of it, too, if that one repeats all but it. */
 #include "pod/pod_layout.h"
 
 #include <sys/mman.h>
@@ -65,8 +65,9 @@ void pod_directories_destroy(struct kvfs_pod *pod) {
 
 uint64_t pod_directories_size(const struct kvfs_pod *pod) { return pod->writer->directories->size; }
 
-static uint32_t *chain_of(struct pod_directories *directories, uint64_t low, uint64_t high) {
-    return &directories->chains[pod_reduce(pod_mix(low) ^ high, directories->chain_count)];
+/* By the fingerprint alone, which is all that an entry of the map has. */
+static uint32_t *chain_of(struct pod_directories *directories, uint64_t high) {
+    return &directories->chains[pod_reduce(pod_mix(high ? high : 1), directories->chain_count)];
 }
 
 /* The set of those that have it, then the set of parities. */
@@ -83,14 +84,14 @@ static void put_in(uint64_t *set, uint32_t slot, bool in) {
 }
 
 static struct pod_directory *find(struct pod_directories *directories, uint64_t low, uint64_t high) {
-    for (uint32_t at = *chain_of(directories, low, high); at; at = directories->all[at - 1].next)
+    for (uint32_t at = *chain_of(directories, high); at; at = directories->all[at - 1].next)
         if (directories->all[at - 1].key_low == low && directories->all[at - 1].key_high == high)
             return &directories->all[at - 1];
     return NULL;
 }
 
 static struct pod_directory *make(struct pod_directories *directories, uint64_t low, uint64_t high) {
-    uint32_t *chain = chain_of(directories, low, high), at = directories->free;
+    uint32_t *chain = chain_of(directories, high), at = directories->free;
     struct pod_directory *made;
 
     if (!at && directories->fresh == directories->count)
@@ -106,7 +107,7 @@ static struct pod_directory *make(struct pod_directories *directories, uint64_t 
 }
 
 static void unmake(struct pod_directories *directories, struct pod_directory *directory) {
-    uint32_t number = (uint32_t)(directory - directories->all) + 1, *link = chain_of(directories, directory->key_low, directory->key_high);
+    uint32_t number = (uint32_t)(directory - directories->all) + 1, *link = chain_of(directories, directory->key_high);
 
     while (*link != number)
         link = &directories->all[*link - 1].next;
@@ -115,17 +116,27 @@ static void unmake(struct pod_directories *directories, struct pod_directory *di
     directories->free = number;
 }
 
-void pod_holder_add(struct kvfs_pod *pod, uint64_t key_low, uint64_t key_high, uint32_t slot) {
+bool pod_holders_known(const struct kvfs_pod *pod, uint64_t fingerprint) {
+    struct pod_directories *directories = pod->writer->directories;
+
+    for (uint32_t at = *chain_of(directories, fingerprint); at; at = directories->all[at - 1].next)
+        if ((directories->all[at - 1].key_high ? directories->all[at - 1].key_high : 1) == fingerprint)
+            return true;
+    return false;
+}
+
+bool pod_holder_add(struct kvfs_pod *pod, uint64_t key_low, uint64_t key_high, uint32_t slot) {
     struct pod_directories *directories = pod->writer->directories;
     struct pod_directory *directory = find(directories, key_low, key_high);
     uint64_t *sets;
 
     if (!directory && !(directory = make(directories, key_low, key_high)))
-        return;
+        return false;
     sets = sets_of(directories, directory);
     directory->holders += !is_in(sets, slot);
     put_in(sets, slot, true);
     put_in(sets + directories->words, slot, pod->writer->repeat_parity[slot]);
+    return true;
 }
 
 int pod_holder_remove(struct kvfs_pod *pod, uint64_t key_low, uint64_t key_high, uint32_t slot) {

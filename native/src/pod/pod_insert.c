@@ -238,7 +238,7 @@ int pod_put(struct kvfs_pod *pod, const struct kvfs_pod_entry *entry, const stru
     struct pod_writer *writer = pod->writer;
     struct pod_slot slot = find_slot(pod, place);
     struct pod_value old, value = {.place = entry->slot, .shape = shape, .keyed = entry->keyed};
-    bool replaces = slot.index >= 0;
+    bool replaces = slot.index >= 0, holders_known = true;
     uint64_t word;
 
     if (!entry->directory) {
@@ -252,11 +252,14 @@ int pod_put(struct kvfs_pod *pod, const struct kvfs_pod_entry *entry, const stru
 
         /* It has the directory, whosever rights count. */
         if (entry->directory && (r >= 0 || state == POD_LIVE))
-            pod_holder_add(pod, entry->key_low, entry->key_high, entry->slot);
+            holders_known = pod_holder_add(pod, entry->key_low, entry->key_high, entry->slot);
         if (r < 0)
             return r;
         /* Known: only whether it is keyed may be news. */
         if (r && (entry->directory || old.keyed == entry->keyed) && old.shape == shape) {
+            /* It is the last teller's then, whose repeat it goes with. */
+            if (!holders_known)
+                set_release(&pod_entry(pod, slot)->word, word);
             confirm(pod, slot, entry->version, entry->slot);
             return 0;
         }

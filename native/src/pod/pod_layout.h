@@ -274,7 +274,10 @@ int pod_remove(struct kvfs_pod *pod, const struct pod_place *place, uint64_t ver
 int pod_directories_create(struct kvfs_pod *pod);
 void pod_directories_destroy(struct kvfs_pod *pod);
 uint64_t pod_directories_size(const struct kvfs_pod *pod);
-void pod_holder_add(struct kvfs_pod *pod, uint64_t key_low, uint64_t key_high, uint32_t slot);
+/* False: there is no memory for its holders. */
+bool pod_holder_add(struct kvfs_pod *pod, uint64_t key_low, uint64_t key_high, uint32_t slot);
+/* Whether it is known who has the directory of an entry with this fingerprint. */
+bool pod_holders_known(const struct kvfs_pod *pod, uint64_t fingerprint);
 /* Returns a slot that has it still; -ENOENT: none is known. */
 int pod_holder_remove(struct kvfs_pod *pod, uint64_t key_low, uint64_t key_high, uint32_t slot);
 /* Whether a directory is at *at, which goes on. Its key, if the slot told of it in a repeat of this parity; else zero. */

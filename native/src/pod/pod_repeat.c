@@ -5,14 +5,14 @@
 #define WALKS_MAX 4
 #define SLICE 1024u /* buckets or directories that are looked at under one hold of the mutex */
 
-/* A block of it; directories are several slots'. */
-static bool is_of(const struct kvfs_pod *pod, const struct pod_value *value, uint32_t slot) {
+/* A block of it. Directories are several slots', but for those whose holders are not known. */
+static bool is_of(const struct kvfs_pod *pod, struct pod_slot at, const struct pod_value *value, uint32_t slot) {
     if (pod_is_directory((uint32_t)(get(&pod->shapes[value->shape].pages_mode) >> 32)))
-        return false;
+        return value->place == slot && !pod_holders_known(pod, get(&pod_entry(pod, at)->fingerprint));
     return pod_owner(&pod->constants, (uint32_t)(value->place / pod->constants.segment_pages)) == slot;
 }
 
-/* All live blocks of the slot with this parity: removed, or given the other parity. */
+/* All that is live and the slot's alone, with this parity: removed, or given the other parity. */
 static uint64_t walk(struct kvfs_pod *pod, uint32_t slot, unsigned parity, bool remove) {
     uint64_t count = 0;
 
@@ -25,7 +25,7 @@ static uint64_t walk(struct kvfs_pod *pod, uint32_t slot, unsigned parity, bool 
                 struct pod_slot at = {.bucket = bucket, .index = i};
                 struct pod_value value;
 
-                if (pod_state(pod, at, &value) != POD_LIVE || *pod_version(pod, at) >> POD_PARITY_SHIFT != parity || !is_of(pod, &value, slot))
+                if (pod_state(pod, at, &value) != POD_LIVE || *pod_version(pod, at) >> POD_PARITY_SHIFT != parity || !is_of(pod, at, &value, slot))
                     continue;
                 count++;
                 if (!remove) {
