@@ -465,6 +465,27 @@ static void test_a_write_that_can_have_no_memory_is_refused(void) {
     printf("ok a write that can have no memory is refused at once, and one for which there will be some waits\n");
 }
 
+/* Headers of a spill's runs are charged beside a file's bytes, until its pages go. */
+static void test_a_file_that_is_spilled_again_and_again_is_charged_once(void) {
+    uint64_t fh, inode = create("again", &fh), before = atomic_load(&plane->open_bytes);
+    uint8_t *data = pattern(CHUNK_SIZE, 79);
+    struct node *node = node_get(plane, inode, false);
+    for (unsigned i = 0; i < 20; i++) {
+        CHECK((write_soon(inode, fh, 0, data, i ? 100 : CHUNK_SIZE), answer_of(unique)) == 0); /* loads what was spilled */
+        spill_now(inode);
+        pthread_mutex_lock(&node->lock);
+        CHECK(node->file->spill_pages == 1 && atomic_load(&plane->open_bytes) == before + CHUNK_SIZE + PAGE);
+        pthread_mutex_unlock(&node->lock);
+    }
+    CHECK(kvfs_file_truncate(plane, inode, 0) == 0 && atomic_load(&plane->open_bytes) == before);
+    node_put(plane, node);
+    CHECK(kvfs_file_discard(plane, inode) == 0);
+    release(inode, fh);
+    free(data);
+    forget_blocks();
+    printf("ok a file that is spilled again and again is charged for what lies on the devices, and once\n");
+}
+
 int main(void) {
     plane_begin();
     test_writes_beside_a_slow_load();
@@ -476,6 +497,7 @@ int main(void) {
     test_a_reopen_beside_a_copy();
     test_preallocation_without_a_file();
     test_a_write_that_can_have_no_memory_is_refused();
+    test_a_file_that_is_spilled_again_and_again_is_charged_once();
     plane_end();
     return 0;
 }

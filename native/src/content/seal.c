@@ -451,7 +451,8 @@ static int spill_run(struct kvfs_plane *plane, struct ring *ring, struct write_j
         for (uint32_t i = 0; i < job->run_count; i++)
             bytes += job->runs[i].page_count * PAGE;
         COUNT(plane, written_bytes, bytes);
-        file->spill_pages += job->run_count + (tail != UINT32_MAX);
+        /* Spilled pages that were loaded since count no more. Each run has an extent at least. */
+        file->spill_pages = file->placed_count + (tail != UINT32_MAX || !one_short);
         file_count(plane, file);
     }
     for (uint32_t i = 0; i < file->chunk_count; i++) {

@@ -321,6 +321,8 @@ int file_truncate(struct kvfs_plane *plane, struct node *node, uint64_t size) {
                 chunk->filled = inside;
         }
         file->size = size;
+        uint32_t kept = file_kept_extents(file, false, NULL, 0) + (file->short_page != UINT32_MAX);
+        file->spill_pages = file->spill_pages < kept ? file->spill_pages : kept;
         file_count(plane, file);
     } else {
         file_grows(plane, file, size);
