@@ -486,6 +486,64 @@ static void test_a_file_that_is_spilled_again_and_again_is_charged_once(void) {
     printf("ok a file that is spilled again and again is charged for what lies on the devices, and once\n");
 }
 
+/* The next SPILL that is asked, of that inode. */
+static void spill_wait(uint64_t inode) {
+    struct kvfs_event event;
+    const uint64_t until = now_ns() + 40000000000ull;
+    do {
+        CHECK(now_ns() < until);
+        CHECK(nothing_answered());
+        event.type = 0;
+        if (!kvfs_take_events(plane, &event, 1))
+            usleep(1000);
+    } while (event.type != KVFS_EVENT_SPILL);
+    CHECK(event.inode == inode);
+}
+
+/* A user who has nothing else, and devices that fail. The next try goes to others, so the WRITE waits for it, and a fault is not told as a quota. */
+static void test_spills_that_devices_fail(void) {
+    enum { CHUNKS = 60, TRIES = 3 };
+    uint64_t fh, inode = greedy_file(100, &fh), id;
+    uint8_t *data = pattern(CHUNK_SIZE, 78);
+    struct kvfs_event event;
+    patient(true);
+    kvfs_set_staging_share(plane, 0);
+    CHECK(kvfs_file_truncate(plane, inode, (CHUNKS + 1) * CHUNK_SIZE) == 0);
+    for (unsigned fails = 1; fails <= TRIES; fails += TRIES - 1) {
+        while (kvfs_take_events(plane, &event, 1))
+            ;
+        const unsigned last = fails > 1 ? CHUNKS - 1 : CHUNKS; /* its last chunk is in memory since the first round */
+        for (unsigned i = 0; i < last; i++)
+            CHECK(write_at(inode, fh, i * CHUNK_SIZE, data, CHUNK_SIZE) == 0);
+        id = write_soon(inode, fh, last * CHUNK_SIZE, data, CHUNK_SIZE);
+        for (unsigned i = 0; i < fails; i++) {
+            spill_wait(inode);
+            hold_next(2, EIO);
+            spill_start(inode);
+            wait_held();
+            let_go();
+            CHECK(completion() == -EIO);
+            forget_blocks();
+        }
+        if (fails < TRIES) {
+            spill_wait(inode);
+            spill_now(inode);
+            CHECK(answer_of(id) == 0);
+        } else {
+            CHECK(answer_of(id) == -EIO);
+        }
+        forget_blocks();
+    }
+    CHECK(kvfs_file_discard(plane, inode) == 0);
+    release(inode, fh);
+    while (kvfs_take_events(plane, &event, 1))
+        ;
+    kvfs_set_staging_share(plane, UINT64_MAX);
+    patient(false);
+    free(data);
+    printf("ok a write waits while devices fail a spill, %u times, and is told so\n", (unsigned)TRIES);
+}
+
 int main(void) {
     plane_begin();
     test_writes_beside_a_slow_load();
@@ -498,6 +556,7 @@ int main(void) {
     test_preallocation_without_a_file();
     test_a_write_that_can_have_no_memory_is_refused();
     test_a_file_that_is_spilled_again_and_again_is_charged_once();
+    test_spills_that_devices_fail();
     plane_end();
     return 0;
 }

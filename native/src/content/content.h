@@ -36,6 +36,7 @@ struct staged_list {
     struct file *first, *last;
     uint32_t count;
     uint64_t asked_bytes; /* spills of so much have been asked, and are not over */
+    uint64_t failed_ns;   /* when devices failed one last; 0: never */
 };
 /* A user's part of the pool. It never goes: a user who comes again finds the place. */
 struct user {
@@ -242,6 +243,7 @@ struct file {
     atomic_bool touched;                        /* written to since the last look of staging.c */
     struct file *staged_next, *staged_previous; /* these under plane->staged_lock */
     uint64_t asked_bytes, spill_failed_until_ns;
+    uint32_t spill_tries;          /* failures in a row */
     bool spill_asked, spill_whole; /* whole: with its last chunk, which is not full */
     struct user *payer;            /* `counted` is charged to it: the last user that made it grow, or the first writer. NULL: nobody yet */
     struct slab *slab;             /* the content lies there, and is written in place */
@@ -285,9 +287,11 @@ bool staging_fills(struct kvfs_plane *plane, const struct file *file); /* the fi
 bool staging_is_short(struct kvfs_plane *plane);                       /* a WRITE had to wait for it lately, or was refused */
 void spill_ask(struct kvfs_plane *plane, struct file *file);
 bool spill_is_whole(struct kvfs_plane *plane, const struct file *file);
-void spill_ended(struct kvfs_plane *plane, struct file *file, bool failed);
+/* error: 0; -EIO: devices failed it, and the next goes to others; -ENOSPC: it has no place to go. */
+void spill_ended(struct kvfs_plane *plane, struct file *file, int error);
 /* park.c */
-void memory_park(struct kvfs_plane *plane, struct request *request);
+/* unparks: plane->unparks, read before memory was found short. False: there has been one since, which may have been the last. */
+bool memory_park(struct kvfs_plane *plane, struct request *request, uint64_t unparks);
 void file_park(struct kvfs_plane *plane, struct file *file, struct request *request);
 void file_unpark(struct kvfs_plane *plane, struct file *file);
 void memory_unpark(struct kvfs_plane *plane); /* staging has room again; no lock held */
@@ -523,7 +527,7 @@ struct kvfs_plane {
     struct reservations reservations;
     struct arena staging, staging_small, reading, reading_small;
     pthread_mutex_t staged_lock;
-    uint64_t asked_bytes; /* of all lists; under staged_lock */
+    uint64_t asked_bytes, spill_failed_ns; /* of all lists; under staged_lock */
     atomic_ullong staged_bytes, staging_share, staging_short_until_ns;
     atomic_ullong open_bytes, space; /* open_bytes: content that eviction must keep, open, leased or being written; space: the pool's room for it */
     atomic_ullong leased_pages;      /* of all leased blocks: each counts once */
@@ -555,6 +559,7 @@ struct kvfs_plane {
     pthread_mutex_t request_lock;
     struct request *requests_free;
     struct request *memory_parked, *memory_parked_last; /* WRITEs that wait for staging; under request_lock */
+    atomic_ullong unparks;                              /* of those; changed under request_lock */
     struct fuse *fuse;                                  /* fuse/fuse.h */
     struct guests *guests;                              /* virtiofs/virtio.h */
 };

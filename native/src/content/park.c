@@ -36,14 +36,18 @@ void file_unpark(struct kvfs_plane *plane, struct file *file) {
     resume_all(plane, request);
 }
 
-void memory_park(struct kvfs_plane *plane, struct request *request) {
+bool memory_park(struct kvfs_plane *plane, struct request *request, uint64_t unparks) {
     pthread_mutex_lock(&plane->request_lock);
-    append(plane, &plane->memory_parked, &plane->memory_parked_last, request);
+    bool parks = atomic_load(&plane->unparks) == unparks;
+    if (parks)
+        append(plane, &plane->memory_parked, &plane->memory_parked_last, request);
     pthread_mutex_unlock(&plane->request_lock);
+    return parks;
 }
 
 void memory_unpark(struct kvfs_plane *plane) {
     pthread_mutex_lock(&plane->request_lock);
+    atomic_fetch_add(&plane->unparks, 1);
     struct request *request = plane->memory_parked;
     plane->memory_parked = plane->memory_parked_last = NULL;
     pthread_mutex_unlock(&plane->request_lock);

@@ -475,7 +475,7 @@ static int spill_run(struct kvfs_plane *plane, struct ring *ring, struct write_j
         }
     }
     file->spilling = false;
-    spill_ended(plane, file, r < 0);
+    spill_ended(plane, file, r < 0 ? -EIO : 0);
     file_unpark(plane, file);
     bool discard = file->discarded;
     if (discard)
@@ -800,7 +800,7 @@ int kvfs_spill_begin(struct kvfs_plane *plane, uint64_t inode, struct kvfs_seal_
         file->spilling = taken > 0;
         nothing = !taken;
         if (nothing)
-            spill_ended(plane, file, false);
+            spill_ended(plane, file, 0);
         out->size = file->size;
         out->ranges = ranges_collect(file, true, NULL, &out->data_pages);
         out->dirty = taken > 0;
@@ -846,7 +846,7 @@ int kvfs_spill_cancel(struct kvfs_plane *plane, uint64_t inode) {
         for (uint32_t i = 0; i < file->chunk_count; i++)
             file->chunks[i].spilling = false;
         file->spilling = false;
-        spill_ended(plane, file, true);
+        spill_ended(plane, file, -ENOSPC);
         file_unpark(plane, file);
         if (file->discarded) {
             file_free(plane, node);

@@ -374,7 +374,7 @@ void file_free(struct kvfs_plane *plane, struct node *node) {
     assert(file->staged_bytes == 0);
     unsigned long long before = atomic_fetch_sub(&plane->open_bytes, file->counted);
     assert(before >= file->counted);
-    spill_ended(plane, file, false);
+    spill_ended(plane, file, 0);
     file_charge(plane, file, NULL);
     file_unpark(plane, file); /* they find no file, and end as EIO */
     desc_put(file->sealed);

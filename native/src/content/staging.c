@@ -6,6 +6,7 @@
 
 #define LOOKED_MAX 4096u        /* files, of one user in one go */
 #define FAILED_NS 1000000000ull /* a file whose spill has failed is left alone for so long */
+#define TRIES 3u                /* spills that devices fail, before nobody waits for the file's next: as Python's of a seal, each to other segments */
 #define SHORT_NS 10000000000ull
 #define BATCH_PART 16u /* of staging, is asked for at once */
 
@@ -89,7 +90,7 @@ static bool ask(struct kvfs_plane *plane, struct file *file, bool whole) {
 
 void spill_ask(struct kvfs_plane *plane, struct file *file) {
     pthread_mutex_lock(&plane->staged_lock);
-    if (!file->spill_asked)
+    if (!file->spill_asked && now_ns() >= file->spill_failed_until_ns)
         ask(plane, file, false);
     pthread_mutex_unlock(&plane->staged_lock);
 }
@@ -101,11 +102,18 @@ bool spill_is_whole(struct kvfs_plane *plane, const struct file *file) {
     return whole;
 }
 
-void spill_ended(struct kvfs_plane *plane, struct file *file, bool failed) {
+void spill_ended(struct kvfs_plane *plane, struct file *file, int error) {
+    const uint64_t now = now_ns();
     pthread_mutex_lock(&plane->staged_lock);
     asked_add(plane, file, 0 - file->asked_bytes);
     file->spill_asked = file->spill_whole = false;
-    file->spill_failed_until_ns = failed ? now_ns() + FAILED_NS : 0;
+    file->spill_failed_until_ns = error ? now + FAILED_NS : 0;
+    if (error == -EIO) {
+        owner(plane, file)->staged.failed_ns = plane->spill_failed_ns = now;
+        file->spill_tries += file->spill_tries < TRIES;
+    } else {
+        file->spill_tries = error ? TRIES : 0; /* where there is no place for it, nobody waits for one */
+    }
     pthread_mutex_unlock(&plane->staged_lock);
 }
 
@@ -119,8 +127,12 @@ static bool victims_ask(struct kvfs_plane *plane, struct user *user, uint64_t *n
         struct file *file = list->first;
         list_remove(list, file);
         list_add(list, file);
-        if (file->spill_asked || now < file->spill_failed_until_ns)
+        if (file->spill_asked)
             continue;
+        if (now < file->spill_failed_until_ns) {
+            later |= file->spill_tries < TRIES;
+            continue;
+        }
         if (atomic_exchange_explicit(&file->touched, false, memory_order_relaxed)) {
             later = true;
             continue;
@@ -159,26 +171,45 @@ static bool reclaim(struct kvfs_plane *plane, struct user *only, uint64_t more) 
     return comes;
 }
 
+/* The error of a WRITE for which no memory comes. A device's fault is not told as a want of space. */
+static int refusal(struct kvfs_plane *plane, struct user *own, uint64_t arrived_ns) {
+    pthread_mutex_lock(&plane->staged_lock);
+    uint64_t failed_ns = own ? own->staged.failed_ns : plane->spill_failed_ns;
+    pthread_mutex_unlock(&plane->staged_lock);
+    int error = atomic_load(&plane->space_error); /* EIO: no device takes anything */
+    if (error == EIO || (failed_ns && failed_ns + FAILED_NS > arrived_ns))
+        return -EIO;
+    return own ? -EDQUOT : error ? -error : -ENOSPC;
+}
+
 int staging_ask(struct kvfs_plane *plane, struct node *node, struct request *request, uint64_t more) {
     assert(is_locked(&node->lock));
     struct user *user = owner(plane, node->file);
-    if (!more || !lacks(plane, user, more))
+    if (!more)
         return 0;
-    bool own = beyond(plane, user, more);
-    const uint64_t now = now_ns();
-    bool waits = now - request->arrived_ns < plane->config.request_timeout_ms * 1000000ull && reclaim(plane, own ? user : NULL, more);
-    atomic_store_explicit(&plane->staging_short_until_ns, now + SHORT_NS, memory_order_relaxed);
-    if (waits) {
+    bool own;
+    for (;;) {
+        uint64_t unparks = atomic_load(&plane->unparks);
+        if (!lacks(plane, user, more))
+            return 0;
+        own = beyond(plane, user, more);
+        const uint64_t now = now_ns();
+        bool waits = now - request->arrived_ns < plane->config.request_timeout_ms * 1000000ull && reclaim(plane, own ? user : NULL, more);
+        atomic_store_explicit(&plane->staging_short_until_ns, now + SHORT_NS, memory_order_relaxed);
+        if (!waits) {
+            if (!lacks(plane, user, more)) /* the last spill has just ended */
+                return 0;
+            break;
+        }
         if (!request->waited)
             COUNT(plane, staging_waits, 1);
         request->waited = true;
-        memory_park(plane, request);
-        return -EAGAIN;
+        if (memory_park(plane, request, unparks))
+            return -EAGAIN;
     }
     COUNT(plane, staging_refusals, 1);
     atomic_fetch_add_explicit(&user->staging_refusals, 1, memory_order_relaxed);
-    int error = atomic_load(&plane->space_error);
-    return own ? -EDQUOT : error ? -error : -ENOSPC;
+    return refusal(plane, own ? user : NULL, request->arrived_ns);
 }
 
 bool staging_is_short(struct kvfs_plane *plane) { return now_ns() < atomic_load_explicit(&plane->staging_short_until_ns, memory_order_relaxed); }

@@ -323,8 +323,11 @@ static void do_write(struct server *server, struct fuse_in_header *in) {
     if (node->file && !slab)
         r = write.flags & O_DIRECT && slab_ask(plane, node, request) ? -EAGAIN : file_write(plane, node, request);
     pthread_mutex_unlock(&node->lock);
-    if (r == -EAGAIN)
-        return; /* parked */
+    if (r == -EAGAIN) { /* parked */
+        if (server->index)
+            server_wake(&server->transport->servers[0]); /* the leader has the timer */
+        return;
+    }
     if (slab && r == 0) {
         slab_write(request);
         return;

@@ -146,7 +146,7 @@ static void rest(struct server *server, struct pace *pace) {
         timeout = 1000000;
     else if (pace->leader && mux_waiting(plane))
         timeout = 20000000;
-    else if (pace->leader && atomic_load(&plane->count.parked))
+    else if (pace->leader && (atomic_load(&plane->count.parked) || staging_is_short(plane))) /* those that wait may be with the workers just now */
         timeout = UNPARK_NS;
     if (!sleep_until_work(server, pace->leader, timeout))
         return;

@@ -3,6 +3,7 @@
 
 static void slow_write(struct kvfs_plane *plane, struct ring *ring, struct request *request) {
     struct node *node = request->node;
+    struct server *leader = &request->transport->servers[0];
     int r;
     /* The chunks that a request needs may be sealed or spilled again before the write. The request then tries again until its deadline. */
     const uint64_t until = request->arrived_ns + plane->config.request_timeout_ms * 1000000ull;
@@ -13,8 +14,10 @@ static void slow_write(struct kvfs_plane *plane, struct ring *ring, struct reque
         bool slab = node->file && node->file->slab; /* by now */
         r = slab ? 0 : node->file ? file_write(plane, node, request) : -ENOENT;
         pthread_mutex_unlock(&node->lock);
-        if (r == -EAGAIN)
+        if (r == -EAGAIN) { /* parked, and perhaps gone */
+            server_wake(leader);
             return;
+        }
         if (r == -ENOENT) {
             r = file_reopen(plane, ring, node);
         } else if (slab) {
