@@ -355,6 +355,8 @@ class Sealing:
                 if error.errno == ENOENT:
                     return
                 if error.errno != EBUSY or trio.current_time() > until:
+                    with suppress(PlaneError):
+                        self._plane.spill_cancel(number)  # it was asked, and memory that is to come is waited for
                     raise
             await trio.sleep(_BUSY_POLL_S)  # a seal by the data plane
         if not info.dirty:

@@ -475,7 +475,8 @@ int kvfs_seal_end(struct kvfs_plane *plane, uint64_t inode, int ok);
 /* The header pages that a seal needs for these numbers (extents: an upper bound). */
 uint32_t kvfs_header_pages(uint64_t size, uint32_t record_size, uint32_t ancestors_size, uint32_t extents);
 
-/* Move full staged chunks to the devices before the seal. begin says how many pages; write's completion ends it. */
+/* Move full staged chunks to the devices before the seal. begin says how many pages; write's completion ends it, and so does an error of write. cancel
+ * ends one that has begun and is not being written, and one that was asked by KVFS_EVENT_SPILL and does not begin. */
 int kvfs_spill_begin(struct kvfs_plane *plane, uint64_t inode, struct kvfs_seal_info *out);
 int kvfs_spill_write(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode, const struct kvfs_run *runs, uint32_t run_count);
 int kvfs_spill_cancel(struct kvfs_plane *plane, uint64_t inode);
@@ -511,7 +512,7 @@ void kvfs_set_share(struct kvfs_plane *plane, uint64_t bytes, uint32_t names_par
 /* Whether the user may make one more directory: 0 or -EDQUOT. Of that share a ninth is for files alone. */
 int kvfs_names_ask(struct kvfs_plane *plane, uint32_t id);
 /* The share of staging of one user, some MiB at least. A user may have more as long as a share is left to others. Beyond it files of the user are
- * spilled, whatever their size. Where they cannot be, writes end with EDQUOT. */
+ * spilled, whatever their size. Where they cannot be, writes end with EDQUOT; with EIO where devices fail. */
 void kvfs_set_staging_share(struct kvfs_plane *plane, uint64_t bytes);
 /* Bytes that a user holds besides: pins, reservations, slabs. */
 void kvfs_user_hold(struct kvfs_plane *plane, uint32_t id, uint64_t bytes);

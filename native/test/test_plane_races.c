@@ -465,6 +465,50 @@ static void test_a_write_that_can_have_no_memory_is_refused(void) {
     printf("ok a write that can have no memory is refused at once, and one for which there will be some waits\n");
 }
 
+/* A spill that does not take place holds nothing back: neither the file, nor what waits for its memory. */
+static void test_spills_that_do_not_take_place(void) {
+    uint64_t fh, inode = create("not-spilled", &fh), slow;
+    uint8_t *data = pattern(CHUNK_SIZE, 77);
+    struct kvfs_seal_info info;
+    struct kvfs_event event;
+    struct kvfs_run run = {.generation = 7, .segment = 1, .page = 1, .page_count = 3};
+    CHECK(write_at(inode, fh, 0, data, CHUNK_SIZE) == 0);
+    struct node *node = node_get(plane, inode, false);
+    for (unsigned way = 0; way < 3; way++) {
+        while (kvfs_take_events(plane, &event, 1))
+            ;
+        pthread_mutex_lock(&node->lock);
+        node->file->spill_failed_until_ns = 0; /* later */
+        spill_ask(plane, node->file);
+        pthread_mutex_unlock(&node->lock);
+        CHECK(plane->asked_bytes == CHUNK_SIZE && kvfs_take_events(plane, &event, 1) == 1 && event.type == KVFS_EVENT_SPILL);
+        if (way == 2) { /* a seal is under way for too long */
+            CHECK(kvfs_seal_begin(plane, inode, &info) == 0 && kvfs_spill_begin(plane, inode, &info) == -EBUSY);
+            CHECK(kvfs_spill_cancel(plane, inode) == 0 && plane->asked_bytes == 0);
+            CHECK(kvfs_seal_end(plane, inode, 0) == 0);
+        } else {
+            CHECK(kvfs_spill_begin(plane, inode, &info) == 0 && info.data_pages == CHUNK_PAGES);
+            slow = write_soon(inode, fh, 0, data, 100);
+            for (uint64_t until = now_ns() + 20000000000ull; !atomic_load(&plane->count.parked); usleep(200))
+                CHECK(now_ns() < until);
+            run.page_count = way ? 3 : CHUNK_PAGES + 1;
+            run.segment = way ? 1 : SEGMENTS; /* there is none such */
+            CHECK(kvfs_spill_write(plane, 9, inode, &run, 1) == -ERANGE);
+            CHECK(answer_of(slow) == 0 && plane->asked_bytes == 0);
+            CHECK(kvfs_seal_begin(plane, inode, &info) == 0 && kvfs_seal_end(plane, inode, 0) == 0);
+        }
+        pthread_mutex_lock(&node->lock);
+        spill_ask(plane, node->file); /* it failed just now, and is let alone for a while */
+        pthread_mutex_unlock(&node->lock);
+        CHECK(plane->asked_bytes == 0 && !kvfs_take_events(plane, &event, 1));
+    }
+    node_put(plane, node);
+    CHECK(kvfs_file_discard(plane, inode) == 0);
+    release(inode, fh);
+    free(data);
+    printf("ok a spill that does not take place holds nothing back, and is not asked again at once\n");
+}
+
 /* Headers of a spill's runs are charged beside a file's bytes, until its pages go. */
 static void test_a_file_that_is_spilled_again_and_again_is_charged_once(void) {
     uint64_t fh, inode = create("again", &fh), before = atomic_load(&plane->open_bytes);
@@ -555,6 +599,7 @@ int main(void) {
     test_a_reopen_beside_a_copy();
     test_preallocation_without_a_file();
     test_a_write_that_can_have_no_memory_is_refused();
+    test_spills_that_do_not_take_place();
     test_a_file_that_is_spilled_again_and_again_is_charged_once();
     test_spills_that_devices_fail();
     plane_end();

@@ -211,6 +211,31 @@ def test_when_every_device_fails_the_seal_fails_and_the_file_stays_dirty(
     with_store(pool, work)
 
 
+def test_a_spill_whose_file_stays_busy_is_given_up_and_waited_for_no_more(
+    pool: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvfs.store.sealing.JOB_TIMEOUT_S", 0.05)
+
+    async def work(store: Store) -> None:
+        number = make(store, ROOT_INODE, b"x").inode
+        store.plane.file_truncate(number, 4096)
+        ended: list[int] = []
+        cancel = store.plane.spill_cancel
+
+        def spy(inode: int) -> None:
+            cancel(inode)
+            ended.append(inode)
+
+        monkeypatch.setattr(store.plane, "spill_cancel", spy)
+        assert store.plane.seal_begin(number).dirty
+        await store.sealing.spill_quietly(number)
+        assert ended == [number]
+        store.plane.seal_end(number, False)
+        assert await store.sealing.seal(number) is not None
+
+    with_store(pool, work)
+
+
 def test_a_summary_names_what_is_live_under_its_current_name(pool: Path) -> None:
     async def work(store: Store) -> None:
         first = await write(store, b"a.tmp")

@@ -812,6 +812,29 @@ int kvfs_spill_begin(struct kvfs_plane *plane, uint64_t inode, struct kvfs_seal_
     return r;
 }
 
+/* The spill that was asked or has begun does not take place. Takes the node's lock. */
+static void spill_give_up(struct kvfs_plane *plane, struct node *node) {
+    pthread_mutex_lock(&node->lock);
+    struct file *file = node->file;
+    bool freed = false;
+    if (file && (file->spilling || file->spill_asked))
+        spill_ended(plane, file, -ENOSPC);
+    if (file && file->spilling) {
+        for (uint32_t i = 0; i < file->chunk_count; i++)
+            file->chunks[i].spilling = false;
+        file->spilling = false;
+        file_unpark(plane, file);
+        if (file->discarded) {
+            file_free(plane, node);
+            freed = true;
+        }
+    }
+    pthread_mutex_unlock(&node->lock);
+    memory_unpark(plane);
+    if (freed)
+        node_put(plane, node);
+}
+
 int kvfs_spill_write(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode, const struct kvfs_run *runs, uint32_t run_count) {
     struct node *node = node_get(plane, inode, false);
     if (!node)
@@ -826,6 +849,7 @@ int kvfs_spill_write(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode, 
         r = runs_valid(plane, runs, run_count, (uint64_t)pages + run_count);
     struct write_job *job = r == 0 ? write_job_new(spill_job, cookie, runs, run_count, 0, "", 0, "", 0) : NULL;
     if (!job) {
+        spill_give_up(plane, node);
         node_put(plane, node);
         return r < 0 ? r : -ENOMEM;
     }
@@ -839,24 +863,7 @@ int kvfs_spill_cancel(struct kvfs_plane *plane, uint64_t inode) {
     struct node *node = node_get(plane, inode, false);
     if (!node)
         return -ENOENT;
-    pthread_mutex_lock(&node->lock);
-    struct file *file = node->file;
-    bool freed = false;
-    if (file && file->spilling) {
-        for (uint32_t i = 0; i < file->chunk_count; i++)
-            file->chunks[i].spilling = false;
-        file->spilling = false;
-        spill_ended(plane, file, -ENOSPC);
-        file_unpark(plane, file);
-        if (file->discarded) {
-            file_free(plane, node);
-            freed = true;
-        }
-    }
-    pthread_mutex_unlock(&node->lock);
-    memory_unpark(plane);
-    if (freed)
-        node_put(plane, node);
+    spill_give_up(plane, node);
     node_put(plane, node);
     return 0;
 }
