@@ -318,6 +318,8 @@ void kvfs_news_destroy(struct kvfs_news *news);
 int kvfs_news_fd(const struct kvfs_news *news);
 /* Any thread of the daemon, within the step that changes the block table. Never blocks for longer than another add. No room: counted as lost. */
 void kvfs_news_add(struct kvfs_news *news, const struct kvfs_news_item *item);
+/* Wait, 2 s at most, until the queue of adds is half empty: for who adds much that can wait. Outside of steps. 0 or -ETIMEDOUT. */
+int kvfs_news_pace(const struct kvfs_news *news);
 /* A segment's life has ended, or (not ended) a generation begins, of which nothing need be told yet. Any thread. */
 void kvfs_news_life(struct kvfs_news *news, uint32_t segment, uint64_t generation, int ended);
 /* Pack what is due at now_ns into one batch. Returns its size, 0: nothing is due, or -ENOSPC: capacity is below KVFS_POD_BATCH_SIZE_MAX.

@@ -230,6 +230,18 @@ static void test_what_there_is_no_room_for_is_counted(void) {
     kvfs_news_destroy(NULL);
 }
 
+static void test_who_adds_much_waits_for_half_of_the_queue(void) {
+    struct kvfs_news *news = create(1 << 20); /* 4,096 in the ring */
+
+    for (uint64_t key = 0; key < 2048; key++)
+        add(news, KVFS_POD_HERE, key, 11, 0, 0);
+    CHECK(kvfs_news_pace(news) == 0);
+    add(news, KVFS_POD_HERE, 2048, 11, 0, 0);
+    CHECK(kvfs_news_pace(news) == -ETIMEDOUT);
+    CHECK(take(news, now_ns()) > 0 && kvfs_news_pace(news) == 0 && statistics(news).lost == 0);
+    kvfs_news_destroy(news);
+}
+
 static void test_batches_are_as_large_as_they_may_be(void) {
     struct kvfs_news *news = create(64 << 20);
     uint64_t told = 0;
@@ -371,6 +383,7 @@ int main(void) {
     RUN(test_a_flush_leaves_hidden_names_alone);
     RUN(test_the_thread_is_woken_no_more_than_it_must);
     RUN(test_what_there_is_no_room_for_is_counted);
+    RUN(test_who_adds_much_waits_for_half_of_the_queue);
     RUN(test_batches_are_as_large_as_they_may_be);
     RUN(test_a_follower_knows_what_the_owner_has);
     RUN(test_threads_beside_one_another);

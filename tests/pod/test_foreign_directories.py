@@ -13,6 +13,7 @@ from kvfs.namespace.files import Namespace
 from kvfs.namespace.foreign import ForeignNames
 from kvfs.podmap import Foreign, PodMap
 from kvfs.record import InodeFlags
+from kvfs.store import opening
 from kvfs.store.store import Store
 from kvfs.types import ROOT_INODE, InodeNumber
 
@@ -85,3 +86,46 @@ def test_a_directory_that_the_other_removes_meanwhile_is_removed(tmp_path: Path,
                 names.close_directory(own.inode)
 
     trio.run(main)
+
+
+def test_more_directories_than_the_queue_of_news_holds_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opening, "_NEWS_BYTES", 1 << 20)  # 4,096 items
+    (pool,) = make_pod(tmp_path, nodes=2)
+    count = 6000
+
+    async def main() -> None:
+        async with Store.open(pool) as store:
+            podmap = podmap_of(store)
+            names, told = Namespace(store, ForeignNames(store, podmap)), list[int]()
+            for number in range(count):
+                names.mkdir(ROOT_INODE, b"%d" % number, 0o755, 0, 0)
+                if number % 1000 == 0:
+                    taken(podmap)
+            taken(podmap)
+
+            async def tell() -> None:
+                told.append(await trio.to_thread.run_sync(podmap.tell_directories))
+
+            with trio.fail_after(60):
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(tell)
+                    while not told and podmap.statistics()["news_held"] <= 2048:
+                        await trio.sleep(0.001)
+                    records = lost = 0
+                    while not told or podmap.statistics()["news_held"]:
+                        some = taken(podmap)
+                        records, lost = records + some[0], lost + some[1]
+                        await trio.sleep(0.001)
+            assert (records, lost) == (told[0], 0) and told[0] >= count
+
+    trio.run(main)
+
+
+def taken(podmap: PodMap) -> tuple[int, int]:
+    """All that is due: records, and what was lost for want of room."""
+    records = lost = 0
+    while (batch := podmap.take(NEVER)).data or batch.lost:
+        records, lost = records + batch.record_count, lost + batch.lost
+    return records, lost

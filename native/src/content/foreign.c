@@ -208,7 +208,9 @@ int kvfs_foreign_rights(struct kvfs_plane *plane, uint64_t parent, const char *n
 
 uint64_t kvfs_foreign_tell_directories(struct kvfs_plane *plane) {
     uint64_t slot = 0, told = 0;
+    bool paced = true; /* while somebody takes them; if nobody does, only one slice waits, and the others learn that some were lost */
     for (bool more = plane->news != NULL; more;) {
+        paced = paced && kvfs_news_pace(plane->news) == 0;
         kvfs_names_begin(plane->names);
         for (int i = 0; i < TOLD_AT_ONCE && more; i++) {
             struct kvfs_record r;

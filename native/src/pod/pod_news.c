@@ -107,6 +107,17 @@ void kvfs_news_add(struct kvfs_news *news, const struct kvfs_news_item *item) {
     add(news, item);
 }
 
+#define PACE_MS 2000 /* the most that one wait takes */
+
+int kvfs_news_pace(const struct kvfs_news *news) {
+    for (int ms = 0; atomic_load(&news->added) - atomic_load(&news->taken) > news->ring_count / 2; ms++) {
+        if (ms == PACE_MS)
+            return -ETIMEDOUT;
+        nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+    }
+    return 0;
+}
+
 void kvfs_news_life(struct kvfs_news *news, uint32_t segment, uint64_t generation, int ended) {
     struct kvfs_news_item item = {
         .kind = LIFE, .segment = segment, .generation = generation, .flags = ended ? LIFE_ENDED : 0, .hold_ns = LIFE_HOLD_NS};
