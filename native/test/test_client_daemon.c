@@ -528,6 +528,31 @@ static void test_no_room_in_a_later_window(void) {
     windows_heal(client, b);
 }
 
+/* ---- the watcher ---- */
+
+/* As closefrom(3) does: then the numbers are files of the program's. */
+static void test_a_program_closes_the_watcher_s_descriptors(void) {
+    for (int reused = 0; reused < 2; reused++) {
+        pool_new(16384);
+        struct kvfs_client *client = connect_plain();
+        struct stat st, now[2];
+        int file = open(d.directory, O_TMPFILE | O_RDWR | O_CLOEXEC, 0600), fds[2] = {client->watch_fds[0], client->watch_fds[1]};
+        CHECK(file >= 0 && fds[0] >= 0 && fds[1] >= 0 && fstat(file, &st) == 0);
+        usleep(100000); /* the watcher waits by now, or finds them closed at once: the same holds */
+        for (int i = 0; i < 2; i++)
+            CHECK(reused ? dup2(file, fds[i]) == fds[i] : close(fds[i]) == 0);
+        uint64_t begun = milliseconds();
+        kvfs_close(client);
+        CHECK_SAY(milliseconds() - begun < 10000u * slowness(), "%llu ms", (unsigned long long)(milliseconds() - begun));
+        for (int i = 0; i < 2; i++) {
+            CHECK((fstat(fds[i], &now[i]) == 0) == reused);
+            CHECK(!reused || (now[i].st_ino == st.st_ino && now[i].st_size == 0 && close(fds[i]) == 0));
+        }
+        CHECK(lseek(file, 0, SEEK_CUR) == 0 && close(file) == 0);
+        daemon_stop(false);
+    }
+}
+
 int main(void) {
     alarm(300 * slowness());
     signal(SIGPIPE, SIG_DFL); /* it must not be needed */
@@ -544,6 +569,7 @@ int main(void) {
     RUN(test_a_commit_of_an_earlier_window_fails);
     RUN(test_the_daemon_goes_between_two_windows);
     RUN(test_no_room_in_a_later_window);
+    RUN(test_a_program_closes_the_watcher_s_descriptors);
     devices_close();
     return 0;
 }

@@ -54,7 +54,7 @@ int client_open(const char *path, const char *pool, uint64_t base, const char *s
         return client_fail(-ENOMEM, "no memory for a client");
     }
     client->pid = getpid();
-    client->watch_fd = -1;
+    client->watch_fds[0] = client->watch_fds[1] = -1;
     client->options = o;
     client->hits_sent_ns = now_ns();
     client->base = base;

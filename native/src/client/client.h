@@ -148,8 +148,9 @@ struct kvfs_client {
     uint64_t silent_until_ns;           /* a daemon took a connection and said nothing: not asked again before that */
     atomic_uint orphans;                /* of all lanes */
     struct stage *stage;
-    pthread_t watcher; /* client/watch.c */
-    int watch_fd;      /* an eventfd: another connection, or the end. -1: there is no watcher */
+    pthread_t watcher;        /* client/watch.c */
+    int watch_fds[2];         /* a pair of sockets; a byte from the second: the end. -1: there is no watcher */
+    uint64_t watch_inodes[2]; /* theirs */
     atomic_bool closing;
     atomic_ullong count[CLIENT_COUNTERS]; /* as struct kvfs_client_statistics has them; the last, `busy`, is not counted here */
 };

@@ -352,8 +352,6 @@ int connection_get(struct kvfs_client *client, struct connection **out) {
             client_prune(client);
             client->connection = connection = fresh;
             TALLY(client, reconnects, 1);
-            if (client->watch_fd >= 0) /* another socket is to be watched */
-                wake_fd(client->watch_fd);
         } else if (r == -ENOTCONN && connection->closed) {
             client_leave(client);
             r = client_fail(-ENOTCONN, "%s: unmounted", client->path);

@@ -6,9 +6,17 @@
 
 #include <poll.h>
 #include <signal.h>
-#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
 
 #define LOOK_AGAIN_MS 500
+#define LOOK_MS 1000 /* another connection is seen by then; and so is the end, where a program has closed our descriptors with all others */
+
+/* A program that closed ours may have a file of its own there by now: that is not waited for, written to, or closed. */
+static bool is_ours(const struct kvfs_client *client, int end) {
+    struct stat st;
+    return client->watch_fds[end] >= 0 && fstat(client->watch_fds[end], &st) == 0 && S_ISSOCK(st.st_mode) && st.st_ino == client->watch_inodes[end];
+}
 
 /* Returns the socket to wait for; -1: there is none. *again: what is to be let go of is still used, or another daemon may come. *strange: looks at a
  * socket's file that is not the daemon's. One is not enough: a daemon that starts takes the file away a moment before it listens. */
@@ -31,45 +39,58 @@ static void *watch_main(void *argument) {
     struct kvfs_client *client = argument;
     unsigned strange = 0;
     kvfs_own_thread();
-    while (!atomic_load(&client->closing)) {
+    while (!atomic_load(&client->closing) && is_ours(client, 0)) {
         bool again;
-        struct pollfd polls[2] = {{.fd = look(client, &strange, &again), .events = POLLRDHUP}, {.fd = client->watch_fd, .events = POLLIN}};
-        if (poll(polls, 2, again ? LOOK_AGAIN_MS : -1) <= 0)
+        struct pollfd polls[2] = {{.fd = look(client, &strange, &again), .events = POLLRDHUP}, {.fd = client->watch_fds[0], .events = POLLIN}};
+        if (poll(polls, 2, again ? LOOK_AGAIN_MS : LOOK_MS) <= 0)
             continue;
-        uint64_t count;
-        if (polls[1].revents & POLLIN && read(client->watch_fd, &count, sizeof(count)) < 0)
-            continue;
-        if (polls[1].revents & ~POLLIN) /* the program has closed it */
-            return NULL;
+        if (polls[1].revents) /* the end, or the program has closed one of the two */
+            break;
         if (polls[0].revents) /* a thread that waits for an answer may be the one to receive it */
             poll(NULL, 0, 1);
     }
     return NULL;
 }
 
-void client_watch(struct kvfs_client *client) {
-    /* Without it the client lets go at its next call. */
-    int fd = kvfs_own_descriptor(descriptor_above(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)));
-    if (fd < 0)
-        return;
-    client->watch_fd = fd;
-    sigset_t all, before; /* a program's signals are not for our threads */
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    int r = pthread_create(&client->watcher, NULL, watch_main, client);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    if (r != 0) {
-        close(fd);
-        client->watch_fd = -1;
+static void ends_close(struct kvfs_client *client) {
+    for (int end = 0; end < 2; end++) {
+        if (is_ours(client, end))
+            close(client->watch_fds[end]);
+        client->watch_fds[end] = -1;
     }
 }
 
+void client_watch(struct kvfs_client *client) {
+    /* Without it the client lets go at its next call. */
+    int *fds = client->watch_fds;
+    if (descriptors_above(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, fds), fds) < 0) {
+        fds[0] = fds[1] = -1;
+        return;
+    }
+    bool good = true;
+    for (int end = 0; end < 2; end++) {
+        struct stat st;
+        fds[end] = kvfs_own_descriptor(fds[end]);
+        if (fds[end] >= 0 && fstat(fds[end], &st) == 0)
+            client->watch_inodes[end] = st.st_ino;
+        else
+            good = false;
+    }
+    sigset_t all, before; /* a program's signals are not for our threads */
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    good = good && pthread_create(&client->watcher, NULL, watch_main, client) == 0;
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (!good)
+        ends_close(client);
+}
+
 void client_watch_end(struct kvfs_client *client) {
-    if (client->watch_fd < 0)
+    if (client->watch_fds[0] < 0)
         return;
     atomic_store(&client->closing, true);
-    wake_fd(client->watch_fd);
+    if (is_ours(client, 1))
+        send(client->watch_fds[1], "", 1, MSG_DONTWAIT | MSG_NOSIGNAL);
     pthread_join(client->watcher, NULL);
-    close(client->watch_fd);
-    client->watch_fd = -1;
+    ends_close(client);
 }
