@@ -121,6 +121,34 @@ print(*(fd for fd in range(3) if os.path.exists(f'/proc/self/fd/{fd}')), file=sa
         assert above(ours.fileno()) == ours.fileno() and all_above([theirs.fileno()]) == [theirs.fileno()]
 
 
+def test_the_preloaded_library_s_are_above_2_where_no_high_number_is_free():
+    said = closed(
+        """
+import ctypes, resource, kvfs
+library = ctypes.CDLL(os.path.join(os.path.dirname(kvfs.__file__), "lib", "libkvfs_preload.so"))
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))  # its own go to 48 and above
+def full():
+    try:
+        while True:
+            os.open('/dev/zero', os.O_RDONLY)
+    except OSError:
+        pass
+full()
+library.kvfs_own_thread()
+os.close(40)
+print(library.kvfs_own_descriptor(0), os.path.exists('/proc/self/fd/0'), file=said)
+os.close(41)
+print(os.open('/dev/zero', os.O_RDONLY), file=said)
+full()
+print(library.kvfs_own_descriptor(1), file=said)
+print(os.open('/dev/zero', os.O_RDONLY), file=said)
+""",
+        0,
+    )  # fmt: skip
+    # The second finds no number above 2; it is closed, and its number is the next that is free.
+    assert said == ["40 False", "0", "-1", "1"]
+
+
 @pytest.mark.parametrize("descriptors", [(1,), (2,), (0, 1, 2)])
 def test_the_command_line_stands_on_dev_null_where_a_stream_was_closed(descriptors):
     said = closed(

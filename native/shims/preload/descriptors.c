@@ -1,5 +1,6 @@
 /* libkvfs's own descriptors in the application's table. They are moved to high numbers, which dup2() to a small number does not hit. They are known,
  * so an application that closes "all" descriptors leaves these open. */
+#include "base/descriptor.h"
 #include "preload.h"
 
 #include <sys/resource.h>
@@ -27,7 +28,11 @@ int internal_fd_raise(int fd) {
     if (high >= 0) {
         real_close(fd);
         fd = high;
+    } else { /* no number that high is free */
+        fd = descriptor_above(fd);
     }
+    if (fd < 0)
+        return fd;
     if (fd < FILES_MAX) {
         atomic_fetch_or(&internal_fds[fd / WORD_BITS], 1ull << (fd % WORD_BITS));
         for (int end = atomic_load(&internal_fd_end); end <= fd && !atomic_compare_exchange_weak(&internal_fd_end, &end, fd + 1);)

@@ -77,7 +77,7 @@ extern struct counters preload_count;
 
 /* ---- descriptors.c ---- */
 
-/* Move a descriptor to a high number, out of the application's way, and remember it. Returns the new number. */
+/* Move a descriptor to a high number, out of the application's way, and remember it. Returns the new number. -1: there is none above 2; it is closed. */
 int internal_fd_raise(int fd);
 bool internal_fd_has(int fd);
 void internal_fd_forget(int fd);
