@@ -139,6 +139,47 @@ static void test_a_daemon_that_goes_and_comes(void) {
     daemon_stop(true);
 }
 
+static uint32_t descriptors_of_devices(void) {
+    uint32_t count = 0;
+    for (int fd = 3; fd < 1024; fd++) {
+        struct stat st, device;
+        char path[32]; /* by path: the watcher may close the number beside this */
+        snprintf(path, sizeof(path), "/proc/self/fd/%d", fd);
+        bool there = stat(path, &st) == 0;
+        for (uint32_t i = 0; there && i < DEVICES; i++)
+            count += fstat(d.devices[i], &device) == 0 && st.st_ino == device.st_ino && st.st_dev == device.st_dev;
+    }
+    return count;
+}
+
+/* After an umount a client that only listens keeps no device open, and asks no more. Then it hears of the next daemon. */
+static void test_a_subscription_keeps_no_device_of_an_unmounted_pool(void) {
+    static const uint64_t size = 100000;
+    pool_new(16384);
+    uint32_t before = descriptors_of_devices();
+    struct kvfs_client *client = connect_plain();
+    struct kvfs_events *events = subscribed(client);
+    struct batch *b = put_batch(client, 0, 3, &size, 1, 1);
+    CHECK(descriptors_of_devices() == before + DEVICES);
+    daemon_stop(true);
+    for (uint64_t until = milliseconds() + 20000 * slowness(); descriptors_of_devices() != before; usleep(1000))
+        CHECK(milliseconds() < until);
+    pthread_mutex_lock(&client->lock);
+    CHECK(!client->retired);
+    pthread_mutex_unlock(&client->lock);
+    struct kvfs_block_event event;
+    CHECK(kvfs_events_next(events, &event, 0) == -ENOTCONN && says("unmounted"));
+    daemon_start();
+    EXPECT(events, KVFS_RESET, "");
+    CHECK(descriptors_of_devices() == before + DEVICES);
+    batch_get(client, b, 1);
+    kvfs_events_close(events);
+    kvfs_close(client);
+    CHECK(descriptors_of_devices() == before);
+    batch_free(b);
+    daemon_stop(true);
+}
+
 static void test_no_lie_is_more_than_an_error(void) {
     struct kvfs_block_event event;
     struct kvfs_events *events;
@@ -177,6 +218,7 @@ int main(void) {
     RUN(test_paths_of_keys);
     RUN(test_what_is_told);
     RUN(test_a_daemon_that_goes_and_comes);
+    RUN(test_a_subscription_keeps_no_device_of_an_unmounted_pool);
     RUN(test_no_lie_is_more_than_an_error);
     devices_close();
     return 0;

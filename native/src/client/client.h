@@ -37,6 +37,7 @@ struct late_write {
 struct connection {
     struct connection *next; /* retired ones */
     atomic_uint refs;
+    atomic_uint light; /* of these, those that need no devices */
     struct kvfs_array array;
     bool verify; /* leaves are checked */
     struct kvfs_table *table;
@@ -262,6 +263,9 @@ int connection_get_at_once(struct kvfs_client *client, struct connection **out);
 int daemon_get(struct kvfs_client *client, struct connection **out);             /* one with a daemon that lives */
 int writer_get(struct kvfs_client *client, struct connection **out);             /* and that may write */
 void connection_put(struct connection *connection);
+/* A reference becomes one that keeps the socket and the table alone; connection_put_light() gives that back. */
+void connection_lighten(struct connection *connection);
+void connection_put_light(struct connection *connection); /* NULL: nothing to do */
 /* client->lock is held, the daemon is gone and its table no longer right: nothing is read by this connection any more. Its devices are closed once no
  * call uses it and no device owes it an answer. */
 void client_leave(struct kvfs_client *client);

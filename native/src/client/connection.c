@@ -14,13 +14,27 @@
 #define SILENT_TIMEOUTS 4u
 #define SILENT_MAX_MS 10000u
 
-static void connection_free(struct connection *connection) {
+/* False: devices owe answers, and stay. */
+static bool devices_close(struct connection *connection) {
     bool owed = false;
     while (connection->idle) {
         struct lane *lane = connection->idle;
         connection->idle = lane->next;
         owed = !lane_free(lane) || owed;
     }
+    if (owed || !connection->fds)
+        return !owed;
+    nvme_hosts_stop(&connection->array);
+    for (uint32_t i = 0; i < connection->array.device_count; i++)
+        if (connection->fds[i] >= 0)
+            close(connection->fds[i]);
+    free(connection->fds);
+    connection->fds = NULL;
+    return true;
+}
+
+static void connection_free(struct connection *connection) {
+    bool owed = !devices_close(connection);
     if (connection->socket >= 0)
         close(connection->socket);
     if (connection->descriptor >= 0)
@@ -36,11 +50,6 @@ static void connection_free(struct connection *connection) {
         next = write->next;
         free(write);
     }
-    nvme_hosts_stop(&connection->array);
-    for (uint32_t i = 0; connection->fds && i < connection->array.device_count; i++)
-        if (connection->fds[i] >= 0)
-            close(connection->fds[i]);
-    free(connection->fds);
     array_free(&connection->array);
     free(connection);
 }
@@ -52,6 +61,15 @@ void connection_put(struct connection *connection) {
     assert(before > 0);
     if (before == 1)
         connection_free(connection);
+}
+
+void connection_lighten(struct connection *connection) { atomic_fetch_add(&connection->light, 1); }
+
+void connection_put_light(struct connection *connection) {
+    if (!connection)
+        return;
+    atomic_fetch_sub(&connection->light, 1); /* first: client_prune() reads these two in the other order */
+    connection_put(connection);
 }
 
 /* ---- the welcome ---- */
@@ -304,11 +322,13 @@ void client_prune(struct kvfs_client *client) {
     for (struct connection **link = &client->retired; *link;) {
         struct connection *connection = *link;
         bool owed = false;
-        if (atomic_load(&connection->refs) > 1 || (connection_overlaps(connection, NULL, 0, &owed), owed)) {
+        unsigned refs = atomic_load(&connection->refs);
+        if (refs > 1 + atomic_load(&connection->light) || (connection_overlaps(connection, NULL, 0, &owed), owed)) {
             link = &connection->next;
             continue;
         }
         *link = connection->next;
+        devices_close(connection); /* a subscription may keep the rest */
         connection_put(connection);
     }
 }

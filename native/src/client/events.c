@@ -172,14 +172,15 @@ static int resubscribe(struct kvfs_events *events) {
         return 0;
     }
     struct connection *before = events->connection;
+    connection_lighten(connection);
     events->connection = connection;
     r = subscribe(events);
     if (r < 0) {
         events->connection = before;
-        connection_put(connection);
+        connection_put_light(connection);
         return r == -ETIMEDOUT || r == -ENOTCONN ? 0 : r;
     }
-    connection_put(before);
+    connection_put_light(before);
     anchors_forget(events);
     r = base_find(events);
     events->held = false;
@@ -293,6 +294,8 @@ int kvfs_events_open(struct kvfs_client *client, struct kvfs_events **out) {
     events->client = client;
     int r = connection_get(client, &events->connection);
     if (r == 0)
+        connection_lighten(events->connection);
+    if (r == 0)
         r = subscribe(events);
     if (r == 0)
         r = base_find(events);
@@ -336,6 +339,6 @@ void kvfs_events_close(struct kvfs_events *events) {
     feed_detach(&events->reader);
     anchors_forget(events);
     free(events->base);
-    connection_put(events->connection);
+    connection_put_light(events->connection);
     free(events);
 }
