@@ -227,6 +227,12 @@ static void test_opens_are_uses(void) {
         release(unread, fh);
         CHECK(error == 0 && use_of(unread) == 15 << 8); /* and does nothing for one that was not */
     }
+    fh = open_read(unread, &error);
+    CHECK(error == 0);
+    CHECK(read_check(unread, fh, 1ull << 40, 4096, data, 10000) == 0 && read_check(unread, fh, 0, 0, data, 10000) == 0);
+    CHECK(use_of(unread) == 15 << 8); /* nothing was read */
+    CHECK(read_check(unread, fh, 0, 4096, data, 10000) == 0 && use_of(unread) == (16 << 8 | 1));
+    release(unread, fh);
     CHECK(kvfs_inode_remove(plane, unread) == 0);
     struct kvfs_statistics before, after;
     kvfs_statistics_get(plane, &before);

@@ -92,7 +92,7 @@ struct handle {
     uint32_t flags;  /* O_ flags of the open */
     uint32_t listed; /* a directory: inodes that the listing through this handle has made */
     bool writer;
-    bool unread;   /* the first READ, or else the close, is a use of the block */
+    bool unread;   /* the first READ of some bytes, or else the close, is a use of the block */
     bool uncached; /* opened with FOPEN_DIRECT_IO: its kernel asks for no FSYNC behind a write with O_DSYNC, so the WRITE's own flag counts */
 };
 /* A kernel may bring a number of an earlier daemon, as a guest outlives its daemons. Numbers begin anywhere, so 1 of 2^42 is one of
@@ -141,7 +141,7 @@ int handles_init(struct kvfs_plane *plane);
 /* uses: to read by it is a use of the block. */
 int handle_open(struct kvfs_plane *plane, struct transport *transport, struct node *node, struct user *user, uint32_t flags, bool writer, bool uses,
                 uint64_t *fh);
-/* A READ comes by a handle that handle_find() has given out. */
+/* A READ has read some bytes by a handle that handle_find() has given out. */
 void handle_reads(struct kvfs_plane *plane, const struct handle *handle, uint64_t fh);
 /* Copies a handle of that inode and references its node once more; false: no such file handle. A copy, as a hostile guest may release the handle at any
  * moment. */
@@ -411,6 +411,7 @@ struct request {
     uint32_t size;
     bool write, cached; /* cached: a WRITE of pages from its kernel's cache */
     bool waited;        /* WRITE: for staging */
+    bool unread;        /* READ: of a handle by which nothing was read yet */
     uint8_t *payload;   /* WRITE: inside slots[0] */
     struct slot *slots[READ_SLOTS];
     uint32_t slot_count;

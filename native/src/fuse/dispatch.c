@@ -265,7 +265,8 @@ static void do_read(struct server *server, struct fuse_in_header *in) {
         reply_error(server, in->unique, r < 0 ? r : -ENOMEM);
         return;
     }
-    handle_reads(plane, &handle, read.fh);
+    request->fh = read.fh;
+    request->unread = handle.unread;
     request->offset = read.offset;
     request->size = read.size;
     request->until_ns = server->arrived_ns + plane->array.io_timeout_ms * 1000000ull;

@@ -33,6 +33,10 @@ static void read_reply(struct request *request, uint32_t size) {
 void reply_to_read(struct request *request, int64_t result) {
     assert(!request->write);
     assert(result <= request->size);
+    if (result > 0 && request->unread) {
+        struct handle handle = {.node = request->node, .transport = request->transport, .unread = true};
+        handle_reads(request->io->plane, &handle, request->fh);
+    }
     if (result >= 0) {
         read_reply(request, (uint32_t)result);
         return;
