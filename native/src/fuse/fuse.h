@@ -120,8 +120,8 @@ void reply_data(struct server *server, uint64_t unique, const void *data, uint32
 void reply_error(struct server *server, uint64_t unique, int error);
 void reply_to_read(struct request *request, int64_t result);
 void reply_to_write(struct request *request, int64_t result);
-void write_count(struct request *request); /* it has succeeded */
-void write_over(struct request *request);  /* it is answered, or will be by others */
+uint64_t write_count(struct kvfs_plane *plane, uint32_t size, uint64_t arrived_ns); /* it has succeeded; returns its duration in ns */
+void write_over(struct request *request);                                           /* it is answered, or will be by others */
 
 /* ---- mux.c: the session ---- */
 

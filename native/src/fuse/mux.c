@@ -150,6 +150,22 @@ int kvfs_session_open(struct kvfs_plane *plane) {
 
 /* ---- towards Python ---- */
 
+/* By deadline. Only a WRITE that waited before it came here has an earlier one than the newest. */
+static void pending_link(struct mux *mux, struct pending *p) {
+    p->previous = mux->newest;
+    while (p->previous && p->previous->deadline_ns > p->deadline_ns)
+        p->previous = p->previous->previous;
+    p->next = p->previous ? p->previous->next : mux->oldest;
+    if (p->previous)
+        p->previous->next = p;
+    else
+        mux->oldest = p;
+    if (p->next)
+        p->next->previous = p;
+    else
+        mux->newest = p;
+}
+
 static void pending_unlink(struct mux *mux, struct pending *p) {
     assert(!p->timed_out); /* it is in the list */
     assert(p->previous || mux->oldest == p);
@@ -221,12 +237,12 @@ static struct call *call_make(struct mux *mux, const struct fuse_in_header *in, 
     return call;
 }
 
-/* `held`: NULL, or the call is to stay here: it is put there, and not handed to Python. */
-static void forward(struct server *server, struct fuse_in_header *in, uint32_t flags, uint64_t offset, struct call **held) {
+/* `held`: NULL, or the call is to stay here: it is put there, and not handed to Python. The deadline counts from arrived_ns on. */
+static void forward(struct server *server, struct fuse_in_header *in, uint64_t arrived_ns, uint32_t flags, uint64_t offset, struct call **held) {
     struct kvfs_plane *plane = server->plane;
     struct mux *mux = &plane->fuse->mux;
     const uint32_t size = in->len;
-    uint64_t unique = in->unique, now = now_ns();
+    uint64_t unique = in->unique;
     bool is_call, first = false;
     struct call *call = call_make(mux, in, &is_call);
     COUNT(plane, forwarded, held ? 0 : 1);
@@ -243,8 +259,8 @@ static void forward(struct server *server, struct fuse_in_header *in, uint32_t f
                               .server = server,
                               .unique = unique,
                               .node = in->nodeid,
-                              .arrived_ns = now,
-                              .deadline_ns = now + plane->config.request_timeout_ms * 1000000ull,
+                              .arrived_ns = arrived_ns,
+                              .deadline_ns = arrived_ns + plane->config.request_timeout_ms * 1000000ull,
                               .offset = offset,
                               .opcode = in->opcode,
                               .flags = flags,
@@ -255,7 +271,6 @@ static void forward(struct server *server, struct fuse_in_header *in, uint32_t f
                               .size = size,
                               .live = true,
                               .call = is_call,
-                              .previous = mux->newest,
                               .kernel_number = atomic_load(&server->transport->kernel_number)};
         atomic_fetch_add(&server->transport->forwarded, 1);
         if (in->opcode == FUSE_READDIR || in->opcode == FUSE_READDIRPLUS) {
@@ -269,11 +284,7 @@ static void forward(struct server *server, struct fuse_in_header *in, uint32_t f
         }
         if (in->opcode == FUSE_SETXATTR)
             in->uid = p->user; /* the user that a pin or a slab is charged to */
-        if (mux->newest)
-            mux->newest->next = p;
-        else
-            mux->oldest = p;
-        mux->newest = p;
+        pending_link(mux, p);
         in->unique = (uint64_t)p->salt << 32 | (index + 1);
         if (!is_call) {
             r = message_send(mux, in, size);
@@ -301,7 +312,7 @@ static void forward(struct server *server, struct fuse_in_header *in, uint32_t f
 }
 
 void mux_forward(struct server *server, uint32_t flags, uint64_t offset) {
-    forward(server, (struct fuse_in_header *)(void *)server->head, flags, offset, NULL);
+    forward(server, (struct fuse_in_header *)(void *)server->head, now_ns(), flags, offset, NULL);
 }
 
 void mux_sync_written(struct request *request, int64_t result) {
@@ -321,8 +332,7 @@ void mux_sync_written(struct request *request, int64_t result) {
     message.sync.fh = request->node->inode;
     message.sync.fsync_flags = FSYNC_DATA;
     struct server *server = request->server;
-    write_count(request);
-    forward(server, &message.head, 0, request->size, NULL);
+    forward(server, &message.head, request->arrived_ns, 0, request->size, NULL);
     server_wake(&server->transport->servers[0]); /* this may be a worker, while the leader sleeps */
     write_over(request);
 }
@@ -366,12 +376,15 @@ void mux_flush_file(struct server *server) {
         return;
     }
     held->flush = (struct flush){.plane = plane, .inode = in->nodeid, .done = flush_done};
-    forward(server, in, 0, 0, &held->call);
+    forward(server, in, now_ns(), 0, 0, &held->call);
     if (!held->call) /* refused, or it has gone to the session */
         free(held);
     else if (flush_start(&held->flush, &server->io.ring) < 0)
         flush_done(&held->flush, -EAGAIN);
 }
+
+/* mux_sync_written() asks for a FSYNC, where the kernel asked for a WRITE. */
+static uint32_t opcode_asked(const struct pending *p) { return p->opcode == FUSE_FSYNC && p->offset ? FUSE_WRITE : p->opcode; }
 
 bool mux_is_open(struct kvfs_plane *plane) { return atomic_load(&plane->fuse->mux.calls_open); }
 
@@ -390,7 +403,7 @@ void mux_expire(struct kvfs_plane *plane, uint64_t now) {
         p->timed_out = true;
         struct server *server = p->server;
         uint64_t unique = p->unique, inode = p->node, took = now > p->arrived_ns ? now - p->arrived_ns : 0;
-        uint32_t opcode = p->opcode;
+        uint32_t opcode = opcode_asked(p);
         bool answer = !atomic_load(&server->transport->ended);
         pthread_mutex_unlock(&mux->lock);
         COUNT(plane, forward_timeouts, 1);
@@ -675,6 +688,8 @@ static int reply_patch(struct kvfs_plane *plane, struct pending *p, uint8_t **bo
     case FUSE_OPENDIR: return *length < sizeof(struct fuse_open_out) ? -EIO : opendir_reply(plane, p, out);
     case FUSE_FSYNC:
         if (p->offset) { /* mux_sync_written(): the WRITE is answered */
+            if (!p->timed_out)
+                write_count(plane, (uint32_t)p->offset, p->arrived_ns);
             struct fuse_write_out *written = (struct fuse_write_out *)(void *)plane->fuse->mux.strip;
             *written = (struct fuse_write_out){.size = (uint32_t)p->offset};
             *body = (uint8_t *)written;
@@ -711,7 +726,7 @@ static void answer(struct kvfs_plane *plane, struct pending *p, uint8_t *data, u
     uint64_t took = latency_add(plane, LATENCY_FORWARD, p->arrived_ns);
     if (p->timed_out)
         return; /* answered long ago, or its transport is gone */
-    slow_look(plane, p->opcode, p->node, took);
+    slow_look(plane, opcode_asked(p), p->node, took);
     struct iovec iov = {body, length};
     p->transport->ops->reply(p->server, p->unique, r, 0, &iov, r == 0 && length ? 1 : 0);
 }

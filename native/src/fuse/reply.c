@@ -54,11 +54,10 @@ static void written_without_handle(struct kvfs_plane *plane, struct node *node) 
         node_released(plane, node, true);
 }
 
-void write_count(struct request *request) {
-    struct kvfs_plane *plane = request->io->plane;
+uint64_t write_count(struct kvfs_plane *plane, uint32_t size, uint64_t arrived_ns) {
     COUNT(plane, writes, 1);
-    COUNT(plane, write_bytes, request->size);
-    slow_look(plane, FUSE_WRITE, request->node->inode, latency_add(plane, LATENCY_WRITE, request->arrived_ns));
+    COUNT(plane, write_bytes, size);
+    return latency_add(plane, LATENCY_WRITE, arrived_ns);
 }
 
 void write_over(struct request *request) {
@@ -78,7 +77,8 @@ void reply_to_write(struct request *request, int64_t result) {
         slow_look(request->io->plane, FUSE_WRITE, request->node->inode, now_ns() - request->arrived_ns);
     } else {
         struct fuse_write_out out = {.size = request->size};
-        write_count(request);
+        uint64_t took = write_count(request->io->plane, request->size, request->arrived_ns);
+        slow_look(request->io->plane, FUSE_WRITE, request->node->inode, took);
         reply_data(request->server, request->unique, &out, sizeof(out));
     }
     write_over(request);
