@@ -265,6 +265,68 @@ static void test_deadline_of_forwarded_requests(void) {
     printf("ok a forwarded request has its deadline, and a late reply leaves nothing open\n");
 }
 
+/* Its bytes are loaded and written, then made durable, all before the deadline of the WRITE. It counts as written when that is done. */
+static void test_a_synchronous_write_has_one_deadline(void) {
+    struct mux *mux = &plane->fuse->mux;
+    uint8_t *data = pattern(CHUNK_SIZE, 9);
+    uint64_t fh;
+    patient(true);
+    say_hello(1u << (36 - 32)); /* FUSE_DIRECT_IO_ALLOW_MMAP */
+    uint64_t inode = create_with("synchronous", O_WRONLY | O_CREAT, &fh);
+    CHECK(created.open_flags & OPEN_DIRECT_IO);
+    CHECK(write_at(inode, fh, 0, data, CHUNK_SIZE) == 0 && flush_and_seal(inode, fh, "synchronous") == 0);
+    for (int fails = 0; fails < 2; fails++) {
+        struct fuse_write_in in = {.fh = fh, .size = 1000, .flags = O_WRONLY | O_DSYNC};
+        struct kvfs_statistics before, during, after;
+        kvfs_statistics_get(plane, &before);
+        hold_next_read(0);
+        ask(FUSE_WRITE, inode, &in, sizeof(in), data, in.size);
+        uint64_t write = unique;
+        wait_chunk_held();
+        ask(FUSE_STATFS, 1, NULL, 0, NULL, 0);
+        uint64_t statfs = unique, statfs_id = forwarded_request()->unique;
+        let_go();
+        struct fuse_in_header *got = forwarded_request();
+        uint64_t id = got->unique;
+        CHECK(got->opcode == FUSE_FSYNC && got->nodeid == inode);
+        pthread_mutex_lock(&mux->lock);
+        CHECK(mux->oldest->opcode == FUSE_FSYNC && mux->newest->opcode == FUSE_STATFS);
+        CHECK(mux->oldest->next == mux->newest && mux->newest->previous == mux->oldest && mux->oldest->deadline_ns < mux->newest->deadline_ns);
+        pthread_mutex_unlock(&mux->lock);
+        kvfs_statistics_get(plane, &during);
+        session_reply(id, fails ? -EIO : 0, NULL, 0);
+        CHECK(answer_of(write) == (fails ? -EIO : 0));
+        session_reply(statfs_id, -EPERM, NULL, 0);
+        CHECK(answer_of(statfs) == -EPERM);
+        kvfs_statistics_get(plane, &after);
+        CHECK(during.writes == before.writes && during.write_bytes == before.write_bytes);
+        CHECK(after.writes == before.writes + !fails && after.write_bytes == before.write_bytes + (fails ? 0 : in.size));
+        CHECK(flush_and_seal(inode, fh, "synchronous") == 0);
+    }
+    release(inode, fh);
+    CHECK(kvfs_inode_remove(plane, inode) == 0);
+    free(data);
+    forget_blocks();
+    patient(false);
+    say_hello(0);
+    printf("ok a synchronous write has one deadline, and is counted when it is durable\n");
+}
+
+/* No Linux sends one, but other drivers of guests may. */
+static void test_attributes_are_set_by_a_directory_s_handle(void) {
+    struct fuse_setattr_in set = {.valid = FATTR_MODE | FATTR_FH, .fh = 12345, .mode = 0700}, got;
+    ask(FUSE_SETATTR, 1, &set, sizeof(set), NULL, 0);
+    struct fuse_in_header *in = forwarded_request();
+    memcpy(&got, in + 1, sizeof(got));
+    CHECK(in->opcode == FUSE_SETATTR && in->nodeid == 1 && got.valid == FATTR_MODE && got.mode == 0700);
+    session_reply(in->unique, -EPERM, NULL, 0);
+    CHECK(answer(NULL, NULL) == -EPERM);
+    set.valid |= FATTR_SIZE;
+    ask(FUSE_SETATTR, 1, &set, sizeof(set), NULL, 0);
+    CHECK(answer(NULL, NULL) == -EBADF);
+    printf("ok attributes are set by a directory's handle, a size only by a writer's\n");
+}
+
 static void test_calls(void) {
     struct {
         struct fuse_rename2_in in;
@@ -447,6 +509,8 @@ int main(void) {
     test_faults();
     test_slow_requests_are_told_of();
     test_deadline_of_forwarded_requests();
+    test_a_synchronous_write_has_one_deadline();
+    test_attributes_are_set_by_a_directory_s_handle();
     test_calls();
     test_page_caches_are_bypassed();
     test_rewrite_in_place();

@@ -498,12 +498,14 @@ static void do_make(struct server *server, struct fuse_in_header *in) {
 
 static void do_setattr(struct server *server, struct fuse_in_header *in) {
     struct fuse_setattr_in *set = (struct fuse_setattr_in *)(void *)(in + 1);
-    if (set->valid & FATTR_FH) { /* ftruncate(2), whose file is sealed by the handle's close */
+    if (set->valid & FATTR_FH && !(set->valid & FATTR_SIZE)) {
+        set->valid &= ~(uint32_t)FATTR_FH; /* the inode is enough: the handle may be a directory's, which are not looked for here */
+    } else if (set->valid & FATTR_FH) {    /* ftruncate(2), whose file is sealed by the handle's close */
         struct handle handle;
         bool found = handle_find(server->plane, server->transport, set->fh, in->nodeid, &handle);
         if (found)
             node_put(server->plane, handle.node);
-        if (!found || (set->valid & FATTR_SIZE && !handle.writer)) {
+        if (!found || !handle.writer) {
             reply_error(server, in->unique, -EBADF);
             return;
         }
