@@ -2,6 +2,8 @@
 /* libkvfs and its daemon: one that dies and comes again, one whose answers are late, and one that lies: no reply, however wrong, is believed. */
 #include "client_harness.h"
 
+#include <sys/syscall.h>
+
 /* ---- daemons that come and go ---- */
 
 static void test_daemon_dies(void) {
