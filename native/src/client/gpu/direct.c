@@ -782,7 +782,7 @@ int direct_open(struct kvfs_client *client, const struct gpu_driver *driver, int
 }
 
 void direct_close(struct direct *direct, bool usable) {
-    uint64_t size = PROOFS * DIRECT_PROOF_PAGES * sizeof(uint32_t), until_ns = now_ns() + direct->timeout_ns;
+    uint64_t size = PROOFS * DIRECT_PROOF_PAGES * sizeof(uint64_t), until_ns = now_ns() + direct->timeout_ns;
     struct timespec until = {.tv_sec = (time_t)(until_ns / 1000000000u), .tv_nsec = (long)(until_ns % 1000000000u)};
     if (direct->host_sums && usable && direct->driver->cuMemHostUnregister(direct->host_sums) == CUDA_SUCCESS)
         munmap(direct->host_sums, size);
