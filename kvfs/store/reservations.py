@@ -172,12 +172,13 @@ class Reservations:
 
         A user has all of the share if no other has clients. Beside others it has half, and what rests counts for it up
         to the other half. So nobody waits for what one user holds, nor for what it has left. A user with pages that
-        rest has half too: else it takes all segments by reserving again and again."""
+        rest has half too: else it takes all segments by reserving again and again. If more than the share rests, as of
+        several users, all of it counts."""
         resting = self._resting_of.total()
-        if user not in self._resting_of and self._clients_of.keys() <= {user}:
-            return share, min(resting, share // 2)
-        own = self._shares.held_as(RESERVED, user) // PAGE_SIZE
         counted = resting if resting > share else min(resting, share // 2)
+        if user not in self._resting_of and self._clients_of.keys() <= {user}:
+            return share, counted
+        own = self._shares.held_as(RESERVED, user) // PAGE_SIZE
         return share // 2, max(counted, own + share // 2 - self.pages)
 
     @staticmethod

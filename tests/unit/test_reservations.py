@@ -473,6 +473,22 @@ def test_places_that_nobody_can_commit_count_while_writes_may_land_there(
     with_store(pool, work)
 
 
+def test_users_that_reserve_and_leave_one_after_another_do_not_take_the_pool(pool: Path) -> None:
+    """The first may have the share, and the next the half that is left to it: then more than the share rests."""
+
+    async def work(store: Store) -> None:
+        share, got = len(store.segments.all) * store.segments.area // 4, 0
+        for user in range(MALLORY, MALLORY + 6):
+            writer = Writer(store, user)
+            answers = await reserve(store, writer.holder, [b"%d" % i for i in range(100)], 1 << 20, timeout_s=0.05)
+            got += sum(place.pages for place in answers if isinstance(place, Reservation))
+            writer.leave()
+            await until(lambda: not store.reservations.pages, "taken back")
+        assert share < got <= share * 3 // 2, (got, share)
+
+    with_store(pool, work)
+
+
 def test_beside_others_a_user_has_half_of_what_may_be_reserved(pool: Path) -> None:
     async def work(store: Store) -> None:
         share = len(store.segments.all) * store.segments.area // 4
