@@ -418,7 +418,7 @@ def test_an_expired_reservation_is_taken_back(pool: Path, monkeypatch: pytest.Mo
 
 def test_a_client_that_keeps_what_expired_is_hung_up_on(pool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reservations, "RESERVATION_MS", 100)
-    monkeypatch.setattr(reservations, "LATE_HELD_S", 0.2)
+    monkeypatch.setattr(reservations, "LATE_HELD_S", 1.5 * slowness())
     monkeypatch.setattr(reservations, "LATE_WRITES_S", 0.3)
 
     async def work(store: Store) -> None:
@@ -442,19 +442,28 @@ def test_a_client_that_keeps_what_expired_is_hung_up_on(pool: Path, monkeypatch:
     with_store(pool, work)
 
 
+def rest_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No rest ends within a test, however slow the machine is."""
+    monkeypatch.setattr(reservations, "LATE_WRITES_S", 3600.0)
+    monkeypatch.setattr(reservations, "LATE_HELD_S", 3600.0)
+
+
 @pytest.mark.parametrize("how", ["expire", "are late", "fail", "end with their client"])
 def test_places_that_nobody_can_commit_count_while_writes_may_land_there(
     pool: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """However reservations end, a user that makes them again and again has a quarter of the pool, and half of that
     while some rest."""
-    monkeypatch.setattr(reservations, "RESERVATION_MS", 50 if how == "expire" else 60_000)
+    monkeypatch.setattr(reservations, "RESERVATION_MS", 50 if how == "expire" else 600_000)
+    rest_for_long(monkeypatch)
 
     async def work(store: Store) -> None:
         share = len(store.segments.all) * store.segments.area // 4
         mallory, got = Writer(store, MALLORY), 0
-        for _ in range(8):
-            answers = await reserve(store, mallory.holder, [b"%d" % i for i in range(100)], 1 << 20, timeout_s=0.05)
+        for attempt in range(8):
+            # Only from the second on it waits for room.
+            patience = 0.05 if attempt else float("inf")
+            answers = await reserve(store, mallory.holder, [b"%d" % i for i in range(100)], 1 << 20, timeout_s=patience)
             places = [answer for answer in answers if isinstance(answer, Reservation)]
             got += sum(place.pages for place in places)
             if how == "end with their client":
@@ -473,14 +482,17 @@ def test_places_that_nobody_can_commit_count_while_writes_may_land_there(
     with_store(pool, work)
 
 
-def test_users_that_reserve_and_leave_one_after_another_do_not_take_the_pool(pool: Path) -> None:
+def test_users_that_reserve_and_leave_one_after_another_do_not_take_the_pool(
+    pool: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first may have the share, and the next the half that is left to it: then more than the share rests."""
+    rest_for_long(monkeypatch)
 
     async def work(store: Store) -> None:
         share, got = len(store.segments.all) * store.segments.area // 4, 0
         for user in range(MALLORY, MALLORY + 6):
-            writer = Writer(store, user)
-            answers = await reserve(store, writer.holder, [b"%d" % i for i in range(100)], 1 << 20, timeout_s=0.05)
+            writer, patience = Writer(store, user), float("inf") if user == MALLORY else 0.2 * slowness()
+            answers = await reserve(store, writer.holder, [b"%d" % i for i in range(100)], 1 << 20, timeout_s=patience)
             got += sum(place.pages for place in answers if isinstance(place, Reservation))
             writer.leave()
             await until(lambda: not store.reservations.pages, "taken back")
