@@ -5,6 +5,10 @@ note() { printf '%s %s\n' "$(date +%H:%M:%S)" "$*"; }
 front=           # the process that in_front waits for
 declare -A groups=() # process groups by lane, of those that run beside
 
+# A run starts thousands of short programs. Where the environment forbids Python to keep what it has compiled, each compiles all of kvfs: two fifths
+# of what a test with a pool of its own costs.
+unset PYTHONDONTWRITEBYTECODE
+
 # begin_run [TOLD]: TOLD is the folder of the files by which tests tell how they ended, LANE.told. It is made anew, and stays after the run.
 begin_run() {
     { : <&0; } 2>/dev/null || exec </dev/null
