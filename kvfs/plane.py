@@ -529,6 +529,13 @@ class Plane:
         lib.kvfs_blocks_evict(self._plane, where, asked, len(inodes), gone, out)
         return Evicted(out.blocks, out.pages, bytes(ffi.buffer(gone)))
 
+    def group_evict(self, inodes: Sequence[int]) -> Evicted:
+        """As blocks_evict(), of files that are worth nothing without each other, wherever they lie: while one is open,
+        all stay."""
+        gone, out = ffi.new("uint8_t[]", len(inodes)), ffi.new("struct kvfs_evicted *")
+        lib.kvfs_group_evict(self._plane, ffi.new("uint64_t[]", inodes), len(inodes), gone, out)
+        return Evicted(out.blocks, out.pages, bytes(ffi.buffer(gone)))
+
     def inode_is_open(self, inode: int) -> int:
         """An OpenState. Eviction may take an inode that is open beyond its users' shares."""
         return _check(lib.kvfs_inode_is_open(self._plane, inode), f"inode {inode}")

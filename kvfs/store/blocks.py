@@ -360,15 +360,19 @@ class Blocks:
 
     @step
     def evict(self, segment: Segment | None, numbers: Sequence[InodeNumber]) -> Evicted:
-        """Blocks with a part in the segment, None: wherever they lie, leave block table, index and accounts. Those that
-        are open or pinned stay. Hosts are told soon."""
+        """Blocks with a part in the segment leave block table, index and accounts. Those that are open or pinned stay.
+        None: these files are a group, wherever they lie: then all stay. Hosts are told soon."""
         self.index.bring(numbers)
         # Only then anything depends on what each of them was.
         before: dict[InodeNumber, bytes] = {}
         if self.pins or self.index.removed_names is not None:
             before = {number: record for number in numbers if (record := self.index.raw(number)) is not None}
-            numbers = [number for number, record in before.items() if not self.pins.holds(record)]
-        evicted = self.plane.blocks_evict(None if segment is None else segment.index, numbers)
+            free = [number for number, record in before.items() if not self.pins.holds(record)]
+            numbers = [] if segment is None and len(free) < len(before) else free
+        if segment is None:
+            evicted = self.plane.group_evict(numbers)
+        else:
+            evicted = self.plane.blocks_evict(segment.index, numbers)
         self.segments.take_notes()
         if evicted.blocks:
             self._evicted.set()

@@ -49,6 +49,8 @@ _KEPT = (OpenState.OPEN, OpenState.LEASED)
 _LOOK_BATCH = 256
 _EVICT_BATCH = 64
 _SLOW_BATCH = 16
+# So many files of a group leave in one step, for which all opens wait. A larger group may be cut by an open.
+_GROUP_MAX = 1024
 _CARRY_TASKS = 8
 # Segments emptied at once while writers need some: one that copies blocks waits for devices.
 _AT_ONCE = 3
@@ -582,50 +584,52 @@ class Evictor:
         """Take the blocks that are still there out of the table and the index, and with them the rest of their groups.
         Blocks that were opened meanwhile stay, and so does a group with such a block."""
         removed = 0
-        here, elsewhere = self._with_groups(segment, inodes, groups)
+        alone, together = self._by_groups(segment, inodes, groups)
         # Where Python looks at each block, a step of as many would be long.
         size = _SLOW_BATCH if self._pins or self._index.removed_names is not None else _EVICT_BATCH
-        for where, numbers in ((segment, here), (None, elsewhere)):
-            for at in range(0, len(numbers), size):
-                if segment.lost:
-                    break
-                batch = numbers[at : at + size]
-                self._index.bring(batch)  # the index is read before the step, not within
-                removed += self._drop_some(where, batch)
-                await trio.lowlevel.checkpoint()
+        batches: list[tuple[Segment | None, Sequence[InodeNumber]]] = [
+            (segment, alone[at : at + size]) for at in range(0, len(alone), size)
+        ]
+        batches += [
+            (None, numbers[at : at + _GROUP_MAX]) for numbers in together for at in range(0, len(numbers), _GROUP_MAX)
+        ]
+        for where, batch in batches:
+            if segment.lost:
+                break
+            self._index.bring(batch)  # the index is read before the step, not within
+            removed += self._drop_some(where, batch)
+            await trio.lowlevel.checkpoint()
         return removed
 
     @step
     def _drop_some(self, segment: Segment | None, inodes: Sequence[InodeNumber]) -> int:
-        """One step from the table's answer to the index: an open in between would find a block that is gone."""
+        """One step from the table's answer to the index: an open in between would find a block that is gone. Without a
+        segment these are a group."""
         # A part of a block whose other parts are on a device that is away: it cannot come back whole.
         removed = sum(self._index.drop_hidden(number) for number in inodes) if self._index.is_hiding else 0
         # Those that are sealed anew or copied right now.
         if busy := self._sealing.busy_of(inodes):
-            inodes = [number for number in inodes if number not in busy]
+            inodes = [] if segment is None else [number for number in inodes if number not in busy]
         with self._counted_free():
             evicted = self._blocks.evict(segment, inodes)
         self.counters.blocks += evicted.blocks
         self.counters.bytes += evicted.pages * PAGE_SIZE
         return removed + evicted.blocks
 
-    def _with_groups(
+    def _by_groups(
         self, segment: Segment, inodes: Sequence[InodeNumber], groups: dict[InodeNumber, Group]
-    ) -> tuple[Sequence[InodeNumber], Sequence[InodeNumber]]:
-        """Those that are left in the segment, and the rest of their groups, wherever that lies."""
+    ) -> tuple[Sequence[InodeNumber], list[list[InodeNumber]]]:
+        """Those that are left in the segment: the ones in no group, and each group that goes, wherever it lies."""
         if not groups:
             return inodes, []
-        here: list[InodeNumber] = []
-        elsewhere: dict[InodeNumber, None] = {}
+        alone: list[InodeNumber] = []
+        together: dict[Group, list[InodeNumber]] = {}
         for number in inodes:
             group = groups.get(number)
             if group is None:
-                here.append(number)
+                alone.append(number)
                 continue
             inode = self._index.get(number)
             if not group.held and inode is not None and segment.index in usage(inode):
-                here.append(number)
-                elsewhere.update(dict.fromkeys(group.inodes))
-        for number in here:
-            elsewhere.pop(number, None)
-        return here, list(elsewhere)
+                together[group] = group.inodes
+        return alone, list(together.values())

@@ -303,6 +303,9 @@ struct kvfs_evicted {
 };
 void kvfs_blocks_evict(struct kvfs_plane *plane, uint32_t segment, const uint64_t *inodes, uint32_t count, uint8_t *gone,
                        struct kvfs_evicted *evicted);
+/* The same for files that are worth nothing without each other, wherever they lie: while one is open within its users' shares, or written, all stay. Those
+ * that are leased stay without the others. */
+void kvfs_group_evict(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count, uint8_t *gone, struct kvfs_evicted *evicted);
 /* For each inode: tick of its last use << 8 | hits. Hits are opens for reading since the mount, and stop at 255; an inode's creation is its
  * first use, and no hit. Blocks that were there at the mount begin with the age that kvfs_uses_begin() gives them. 0 for missing inodes. */
 int kvfs_inode_uses(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count, uint32_t *uses);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from kvfs.errors import PoolError
 from kvfs.pool.config import CONFIG_NAME, GroupRule, load, parse
 from kvfs.pool.lock import INDEX_NAME
 from kvfs.record import GROUP_ATTRIBUTE, Inode, Kind
-from kvfs.store.groups import Groups
+from kvfs.store.groups import Group, Groups
+from kvfs.store.segment import Segment
 from kvfs.store.store import Store
 from kvfs.types import ROOT_INODE, InodeNumber
 
@@ -215,6 +217,32 @@ def test_a_member_that_is_being_written_keeps_its_group(tmp_path: Path) -> None:
         await store.sealing.rewrite(number, True)
         await store.evict(1 << 40)
         assert names(store) == {b"1", b"1.metadata"}
+
+    with_store(grouped_pool(tmp_path / "pool"), work)
+
+
+def test_a_group_stays_if_a_member_is_opened_after_the_look_at_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which of its segments goes first is all the same."""
+
+    async def work(store: Store) -> None:
+        await pairs_apart(store, 2)
+        number = store.index.lookup(ROOT_INODE, b"1.metadata")
+        assert number is not None
+        drop, opened = store.evictor._drop_blocks, False
+
+        async def drop_late(segment: Segment, inodes: Sequence[InodeNumber], groups: dict[InodeNumber, Group]) -> int:
+            nonlocal opened
+            if number in groups and not opened:
+                opened = True
+                assert not groups[number].held
+                await store.sealing.rewrite(number, True)
+            return await drop(segment, inodes, groups)
+
+        monkeypatch.setattr(store.evictor, "_drop_blocks", drop_late)
+        await store.evict(1 << 40)
+        assert opened and names(store) == {b"1", b"1.metadata"}
 
     with_store(grouped_pool(tmp_path / "pool"), work)
 

@@ -171,12 +171,10 @@ int kvfs_inode_remove(struct kvfs_plane *plane, uint64_t inode) { return inode_r
 
 int kvfs_inode_hide(struct kvfs_plane *plane, uint64_t inode) { return inode_remove(plane, inode, KVFS_REASON_AWAY); }
 
-/* Take the inode out of the table, unless it is open, or there is no memory for its removal from the names; then false. Without `named` its device is
- * away, and a lease keeps nothing. */
-static bool evict(struct kvfs_plane *plane, uint64_t inode, bool named) {
-    struct shard *shard = shard_of(plane, inode);
+/* With the shard's lock: take the inode out of the table, unless it is open, or there is no memory for its removal from the names; then false. Without
+ * `named` its device is away, and a lease keeps nothing. */
+static bool evict_locked(struct kvfs_plane *plane, struct shard *shard, uint64_t inode, bool named) {
     struct change change;
-    pthread_mutex_lock(&shard->lock);
     struct node *node = NULL;
     int state = open_state(plane, shard, inode, &node);
     bool goes = state != KVFS_OPEN && state != KVFS_BEING_WRITTEN && (!named || (state != KVFS_LEASED && names_removable(plane->names, inode) == 0));
@@ -192,6 +190,13 @@ static bool evict(struct kvfs_plane *plane, uint64_t inode, bool named) {
         hold_evict(plane, node); /* its handles find no record: they read EIO */
     if (goes && node)
         node_unlease(plane, node);
+    return goes;
+}
+
+static bool evict(struct kvfs_plane *plane, uint64_t inode, bool named) {
+    struct shard *shard = shard_of(plane, inode);
+    pthread_mutex_lock(&shard->lock);
+    bool goes = evict_locked(plane, shard, inode, named);
     pthread_mutex_unlock(&shard->lock);
     return goes;
 }
@@ -231,18 +236,23 @@ void kvfs_blocks_look(struct kvfs_plane *plane, uint32_t segment, const uint64_t
     kvfs_names_end(plane->names);
 }
 
-/* Returns the pages that it gave back; 0: it stays. */
-static uint64_t block_evict(struct kvfs_plane *plane, uint32_t segment, uint64_t inode) {
-    const struct kvfs_inode_record *record = names_record(plane->names, inode);
-    uint64_t pages = record && record_pages(record, segment) ? record_pages(record, UINT32_MAX) : 0;
-    if (!pages || !evict(plane, inode, true))
-        return 0;
+/* It has left the table: it leaves names and places. */
+static void names_evict(struct kvfs_plane *plane, uint64_t inode, const struct kvfs_inode_record *record) {
     if (record_is_named(record))
         untold_add(plane->names, record->parent, record_name(record), record->name_size);
     place_account(plane->names, record, -1);
     place_note(plane->names, record->segment, KVFS_NOTE_DIRTY | KVFS_NOTE_GONE);
     int r = kvfs_names_remove(plane->names, inode);
     assert(r == 0);
+}
+
+/* Returns the pages that it gave back; 0: it stays. */
+static uint64_t block_evict(struct kvfs_plane *plane, uint32_t segment, uint64_t inode) {
+    const struct kvfs_inode_record *record = names_record(plane->names, inode);
+    uint64_t pages = record && record_pages(record, segment) ? record_pages(record, UINT32_MAX) : 0;
+    if (!pages || !evict(plane, inode, true))
+        return 0;
+    names_evict(plane, inode, record);
     return pages;
 }
 
@@ -255,6 +265,41 @@ void kvfs_blocks_evict(struct kvfs_plane *plane, uint32_t segment, const uint64_
         gone[i] = pages > 0;
         evicted->blocks += gone[i];
         evicted->pages += pages;
+    }
+    kvfs_names_end(plane->names);
+}
+
+void kvfs_group_evict(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count, uint8_t *gone, struct kvfs_evicted *evicted) {
+    memset(evicted, 0, sizeof(*evicted));
+    memset(gone, 0, count);
+    uint64_t locked = 0; /* shards; always in this order, and nobody else holds two */
+    bool go = true;
+    _Static_assert(SHARDS <= 64, "a bit for each");
+    kvfs_names_begin(plane->names);
+    for (uint32_t i = 0; i < count; i++)
+        locked |= (uint64_t)1 << (shard_of(plane, inodes[i]) - plane->shards);
+    for (uint32_t s = 0; s < SHARDS; s++)
+        if (locked >> s & 1)
+            pthread_mutex_lock(&plane->shards[s].lock);
+    for (uint32_t i = 0; i < count && go; i++) {
+        struct node *node = NULL;
+        int state = open_state(plane, shard_of(plane, inodes[i]), inodes[i], &node);
+        go = state != KVFS_OPEN && state != KVFS_BEING_WRITTEN;
+    }
+    for (uint32_t i = 0; i < count && go; i++) {
+        const struct kvfs_inode_record *record = names_record(plane->names, inodes[i]);
+        gone[i] = record && record_pages(record, UINT32_MAX) && evict_locked(plane, shard_of(plane, inodes[i]), inodes[i], true);
+    }
+    for (uint32_t s = 0; s < SHARDS; s++)
+        if (locked >> s & 1)
+            pthread_mutex_unlock(&plane->shards[s].lock);
+    for (uint32_t i = 0; i < count; i++) {
+        if (!gone[i])
+            continue;
+        const struct kvfs_inode_record *record = names_record(plane->names, inodes[i]);
+        evicted->blocks++;
+        evicted->pages += record_pages(record, UINT32_MAX);
+        names_evict(plane, inodes[i], record);
     }
     kvfs_names_end(plane->names);
 }
