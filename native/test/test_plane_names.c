@@ -170,6 +170,35 @@ static void test_eviction_takes_all_but_what_is_open(void) {
     printf("ok eviction takes all but what is open\n");
 }
 
+static void test_a_group_goes_as_a_whole(void) {
+    uint64_t fh, inodes[3], reader;
+    uint8_t *data = pattern(70000, 6), gone[3];
+    struct kvfs_evicted evicted;
+    int error;
+    const char *block_names[3] = {"first", "second", "third"};
+    for (int i = 0; i < 3; i++) {
+        inodes[i] = create_here(block_names[i], &fh);
+        CHECK(write_at(inodes[i], fh, 0, data, 70000) == 0);
+        flush_soon(inodes[i], fh);
+        CHECK(answer(NULL, NULL) == 0);
+        release(inodes[i], fh);
+    }
+    uint32_t pages = record_of(inodes[0]).header_pages + 18;
+    reader = open_read(inodes[2], &error); /* the last that it looks at */
+    CHECK(error == 0);
+    kvfs_group_evict(plane, inodes, 3, gone, &evicted);
+    CHECK(evicted.blocks == 0 && evicted.pages == 0 && !gone[0] && !gone[1] && !gone[2] && places[SEGMENT].live_pages == 3 * pages);
+    CHECK(read_check(inodes[2], reader, 0, 70000, data, 70000) == 0);
+    release(inodes[2], reader);
+    kvfs_group_evict(plane, inodes, 3, gone, &evicted);
+    CHECK(evicted.blocks == 3 && evicted.pages == 3 * pages && gone[0] && gone[1] && gone[2] && places[SEGMENT].live_pages == 0);
+    kvfs_group_evict(plane, inodes, 3, gone, &evicted);
+    CHECK(evicted.blocks == 0 && !gone[0]);
+    kvfs_names_untold(names, 0, "", 0);
+    free(data);
+    printf("ok a group goes as a whole\n");
+}
+
 static void test_python_gets_what_is_not_in_memory(void) {
     uint64_t fh, inode = create_here("one", &fh);
     release(inode, fh);
@@ -373,7 +402,7 @@ static atomic_uint working;
 #define FIRST_BLOCK (UINT64_C(1) << 40)
 
 static atomic_ullong made, renamed, removed, left_to_python, looked_at;
-static uint64_t evicted_here;
+static uint64_t evicted_here, groups_gone, groups_kept;
 
 /* A sealed block of two pages in directory 60. */
 static void block_put(uint64_t inode, uint32_t number) {
@@ -466,9 +495,19 @@ static void evict_some(uint32_t turn) {
         block_put(FIRST_BLOCK + turn * 4ull + i, (turn * 4 + i) % BLOCKS);
     uint32_t count = members_check(inodes);
     kvfs_blocks_look(plane, SEGMENT, inodes, count, looks);
-    if (turn % 8)
+    if (turn % 8 && turn % 4 != 1)
         return;
-    kvfs_blocks_evict(plane, turn % 16 ? UINT32_MAX : SEGMENT, inodes, count / 2, gone, &evicted);
+    if (turn % 4 == 1) {
+        uint32_t members = count / 2 < 3 ? count / 2 : 3;
+        kvfs_group_evict(plane, inodes, members, gone, &evicted);
+        struct kvfs_record there;
+        for (uint32_t i = 0; evicted.blocks && i < members; i++) /* all of them, however many threads open and remove them */
+            CHECK(gone[i] || kvfs_table_find_inode(plane->table, inodes[i], &there) == -ENOENT);
+        groups_gone += evicted.blocks > 0;
+        groups_kept += members && !evicted.blocks;
+    } else {
+        kvfs_blocks_evict(plane, turn % 16 ? UINT32_MAX : SEGMENT, inodes, count / 2, gone, &evicted);
+    }
     evicted_here += evicted.blocks;
     members_check(inodes);
 }
@@ -481,7 +520,7 @@ static void test_threads_beside_commits(void) {
     atomic_store(&working, THREADS);
     for (uintptr_t i = 0; i < THREADS; i++)
         CHECK(pthread_create(&threads[i], NULL, churn, (void *)i) == 0);
-    for (uint32_t turn = 0; atomic_load(&working) || evicted_here < 10; turn++) {
+    for (uint32_t turn = 0; atomic_load(&working) || evicted_here < 10 || !groups_gone; turn++) {
         uint64_t size;
         CHECK(kvfs_names_commit_begin(names, &size));
         usleep(300);
@@ -513,8 +552,9 @@ static void test_threads_beside_commits(void) {
         free(listed);
     }
     CHECK(left == made - removed && looked_at > 0);
-    printf("ok threads beside commits: %llu made, %llu renamed, %llu removed, %llu left to Python\n", (unsigned long long)made,
-           (unsigned long long)renamed, (unsigned long long)removed, (unsigned long long)left_to_python);
+    printf("ok threads beside commits: %llu made, %llu renamed, %llu removed, %llu left to Python; %llu groups gone, %llu kept\n",
+           (unsigned long long)made, (unsigned long long)renamed, (unsigned long long)removed, (unsigned long long)left_to_python,
+           (unsigned long long)groups_gone, (unsigned long long)groups_kept);
 }
 
 int main(void) {
@@ -522,6 +562,7 @@ int main(void) {
     names_open();
     test_a_file_is_made_sealed_renamed_and_removed_here();
     test_eviction_takes_all_but_what_is_open();
+    test_a_group_goes_as_a_whole();
     test_python_gets_what_is_not_in_memory();
     test_below_a_pin_python_seals();
     test_a_seal_that_fails_is_pythons();
