@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import pathlib
 import shutil
@@ -261,6 +262,22 @@ def found(path: pathlib.Path, data: bytes, timeout_s: float = NEWS_S) -> None:
         return True
 
     wait_until(there, f"{path} as stored", timeout_s=timeout_s, interval_s=0.002)
+
+
+def written_in_place(path: pathlib.Path, data: bytes) -> None:
+    """As write_bytes(), beside another node that replaces the name. An open may be ESTALE then: it is to be repeated
+    (docs/pod.md)."""
+    for _ in range(100):
+        try:
+            opened = path.open("wb", buffering=0)
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+            continue
+        with opened:
+            assert opened.write(data) == len(data)
+        return
+    raise AssertionError(f"{path}: 100 opens were ESTALE")
 
 
 def settle(nodes: Sequence[Node], timeout_s: float = 30.0) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from helpers import in_child, often, requires_fuse, requires_root, wait_until
-from podmounts import CALLS_S, Node, Pod, all_calls, block, found, missing, settle, stored, timed
+from podmounts import CALLS_S, Node, Pod, all_calls, block, found, missing, settle, stored, timed, written_in_place
 
 import kvfs
 from kvfs.errors import KvfsError
@@ -272,8 +272,8 @@ def test_two_nodes_that_write_one_key_in_place_at_once(pod: Pod, here: str) -> N
     a, b = pod.nodes
     count = often(50, 500)
     both(
-        lambda i: (a.mount / here / str(i)).write_bytes(block(2 * i, 8192)),
-        lambda i: (b.mount / here / str(i)).write_bytes(block(2 * i + 1, 8192)),
+        lambda i: written_in_place(a.mount / here / str(i), block(2 * i, 8192)),
+        lambda i: written_in_place(b.mount / here / str(i), block(2 * i + 1, 8192)),
         count,
     )
     one_of_two_on_all(pod, here, count)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from helpers import often, requires_fuse, requires_root, wait_until
-from podmounts import NEWS_S, Node, Pod, block, found, settle, stored
+from podmounts import NEWS_S, Node, Pod, block, found, settle, stored, written_in_place
 
 import kvfs
 
@@ -58,7 +58,7 @@ def rename(node: Node, name: str, data: bytes) -> None:
 
 
 def in_place(node: Node, name: str, data: bytes) -> None:
-    (node.mount / name).write_bytes(data)
+    written_in_place(node.mount / name, data)
 
 
 def put(node: Node, name: str, data: bytes) -> None:
