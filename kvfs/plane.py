@@ -41,7 +41,6 @@ _ERRNO_MAX = 4095
 _STEPS = 16
 FUSE_FLUSH = 25  # linux/fuse.h
 RECORD_CAPACITY = 1 << 20
-_ANYWHERE = 0xFFFFFFFF
 # Bytes of the feed of changes, where nothing else is asked for: some 120,000 changes.
 FEED_SIZE: int = lib.KVFS_FEED_SIZE
 
@@ -522,18 +521,14 @@ class Plane:
         return [Look._make(found) for found in LOOK.iter_unpack(ffi.buffer(out))]
 
     def blocks_evict(self, segment: int | None, inodes: Sequence[int]) -> Evicted:
-        """Take these inodes' blocks out of block table, names and places: those with a part in the segment; None:
-        wherever they lie. Blocks that are open stay, and those whose record is not in memory."""
+        """Take these inodes' blocks out of table, names and places: those with a part in the segment. What is open stays,
+        and whose record is not in memory. Without a segment they are one group: while one is open all stay."""
         gone, out = ffi.new("uint8_t[]", len(inodes)), ffi.new("struct kvfs_evicted *")
-        where, asked = _ANYWHERE if segment is None else segment, ffi.new("uint64_t[]", inodes)
-        lib.kvfs_blocks_evict(self._plane, where, asked, len(inodes), gone, out)
-        return Evicted(out.blocks, out.pages, bytes(ffi.buffer(gone)))
-
-    def group_evict(self, inodes: Sequence[int]) -> Evicted:
-        """As blocks_evict(), of files that are worth nothing without each other, wherever they lie: while one is open,
-        all stay."""
-        gone, out = ffi.new("uint8_t[]", len(inodes)), ffi.new("struct kvfs_evicted *")
-        lib.kvfs_group_evict(self._plane, ffi.new("uint64_t[]", inodes), len(inodes), gone, out)
+        rest = ffi.new("uint64_t[]", inodes), len(inodes), gone, out
+        if segment is None:
+            lib.kvfs_group_evict(self._plane, *rest)
+        else:
+            lib.kvfs_blocks_evict(self._plane, segment, *rest)
         return Evicted(out.blocks, out.pages, bytes(ffi.buffer(gone)))
 
     def inode_is_open(self, inode: int) -> int:

@@ -361,7 +361,7 @@ class Blocks:
     @step
     def evict(self, segment: Segment | None, numbers: Sequence[InodeNumber]) -> Evicted:
         """Blocks with a part in the segment leave block table, index and accounts. Those that are open or pinned stay.
-        None: these files are a group, wherever they lie: then all stay. Hosts are told soon."""
+        Without a segment they are one group, wherever they lie. Then all stay while one does. Hosts are told soon."""
         self.index.bring(numbers)
         # Only then anything depends on what each of them was.
         before: dict[InodeNumber, bytes] = {}
@@ -369,10 +369,7 @@ class Blocks:
             before = {number: record for number in numbers if (record := self.index.raw(number)) is not None}
             free = [number for number, record in before.items() if not self.pins.holds(record)]
             numbers = [] if segment is None and len(free) < len(before) else free
-        if segment is None:
-            evicted = self.plane.group_evict(numbers)
-        else:
-            evicted = self.plane.blocks_evict(segment.index, numbers)
+        evicted = self.plane.blocks_evict(None if segment is None else segment.index, numbers)
         self.segments.take_notes()
         if evicted.blocks:
             self._evicted.set()

@@ -171,8 +171,8 @@ int kvfs_inode_remove(struct kvfs_plane *plane, uint64_t inode) { return inode_r
 
 int kvfs_inode_hide(struct kvfs_plane *plane, uint64_t inode) { return inode_remove(plane, inode, KVFS_REASON_AWAY); }
 
-/* With the shard's lock: take the inode out of the table, unless it is open, or there is no memory for its removal from the names; then false. Without
- * `named` its device is away, and a lease keeps nothing. */
+/* With the shard's lock: take the inode out of the table. False: it is open, or there is no memory for its removal from the names. Without `named` its
+ * device is away, and a lease keeps nothing. */
 static bool evict_locked(struct kvfs_plane *plane, struct shard *shard, uint64_t inode, bool named) {
     struct change change;
     struct node *node = NULL;
