@@ -521,7 +521,7 @@ class Plane:
         return [Look._make(found) for found in LOOK.iter_unpack(ffi.buffer(out))]
 
     def blocks_evict(self, segment: int | None, inodes: Sequence[int]) -> Evicted:
-        """Take these inodes' blocks with a part in the segment out of table, names and places. Blocks that are open stay.
+        """Take these inodes' blocks with a part in the segment out of table, names, places. Those that are open stay.
         Without a segment they are one group: while one is open all stay. Records have to be in memory."""
         gone, out = ffi.new("uint8_t[]", len(inodes)), ffi.new("struct kvfs_evicted *")
         rest = ffi.new("uint64_t[]", inodes), len(inodes), gone, out
