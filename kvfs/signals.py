@@ -9,12 +9,18 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sys import UnraisableHookArgs
 
 INTERRUPT = signal.SIGINT
+_AGAIN_S = 0.01
 # They ask for an end. PWR: the power fails. XCPU: SIGKILL comes next.
 ENDING = (signal.SIGTERM, signal.SIGQUIT, signal.SIGPWR, signal.SIGXCPU)
 # A terminal that is closed ends a command; a service goes on, and a daemon reads its files again.
@@ -82,6 +88,26 @@ class Signals:
             raise KeyboardInterrupt
 
 
+def _again_if_lost(before: Callable[[UnraisableHookArgs], object]) -> Callable[[UnraisableHookArgs], object]:
+    """For sys.unraisablehook. Python drops what is raised in a finalizer or a weak reference's callback, such as an
+    import has. An interrupt that came in one comes again, a moment later, as what is raised here is dropped, too."""
+
+    def hook(lost: UnraisableHookArgs) -> None:
+        if not issubclass(lost.exc_type, KeyboardInterrupt):
+            before(lost)
+            return
+        timer = threading.Timer(_AGAIN_S, again)
+        timer.daemon = True
+        timer.start()
+
+    def again() -> None:
+        main = threading.main_thread().ident
+        if main is not None and sys.unraisablehook is hook:  # the command has not ended meanwhile
+            signal.pthread_kill(main, INTERRUPT)
+
+    return hook
+
+
 @contextmanager
 def handled() -> Iterator[Signals]:
     """Handle the signals of a command, and leave the process as it was. A signal that the parent ignores stays ignored.
@@ -94,9 +120,12 @@ def handled() -> Iterator[Signals]:
     for number, handler in before.items():
         if number != INTERRUPT and handler == signal.SIG_DFL:
             signal.signal(number, signals.handle)
+    unraisable = sys.unraisablehook
+    sys.unraisablehook = _again_if_lost(unraisable)
     try:
         yield signals
     finally:
+        sys.unraisablehook = unraisable
         for number, handler in before.items():
             if handler is not None and signal.getsignal(number) != handler:
                 signal.signal(number, handler)

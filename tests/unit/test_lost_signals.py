@@ -1,0 +1,39 @@
+"""A signal that asks for an end is not lost, wherever in Python it comes."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+from helpers import REPOSITORY
+
+# Python drops an exception of such a callback. An import has callbacks of this kind.
+LOST = """
+import signal, sys, time, weakref
+from kvfs import signals
+
+class Thing:
+    pass
+
+def run():
+    thing = Thing()
+    reference = weakref.ref(thing, lambda _: signal.raise_signal(int(sys.argv[1])))
+    del thing
+    time.sleep(600)
+
+with signals.handled() as heard:
+    try:
+        run()
+    except KeyboardInterrupt:
+        sys.exit(heard.text)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGPWR])
+def test_one_that_comes_where_python_drops_what_is_raised_comes_again(number: signal.Signals) -> None:
+    words = ["env", "--default-signal", sys.executable, "-c", LOST, str(int(number))]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=300, cwd=REPOSITORY, check=False)
+    told = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
+    assert (ended.stderr, ended.returncode) == (f"{told}\n", 1)
