@@ -72,6 +72,11 @@ class Signals:
     def text(self) -> str:
         return "interrupted" if self._ended_by is None else f"ended by {name_of(self._ended_by)}"
 
+    def forget(self) -> int:
+        """The signal that ended the command, which did not end: the next one is heard again."""
+        number, self._ended_by = self._ended_by or INTERRUPT, None
+        return number
+
     def handle(self, number: int, frame: FrameType | None) -> None:
         if number in IGNORED or (number == HANGUP and not self._stops_at_hangup):
             with suppress(OSError):  # not print: its buffer may be in use right now
@@ -88,9 +93,11 @@ class Signals:
             raise KeyboardInterrupt
 
 
-def _again_if_lost(before: Callable[[UnraisableHookArgs], object]) -> Callable[[UnraisableHookArgs], object]:
+def _again_if_lost(
+    signals: Signals, before: Callable[[UnraisableHookArgs], object]
+) -> Callable[[UnraisableHookArgs], object]:
     """For sys.unraisablehook. Python drops what is raised in a finalizer or a weak reference's callback, such as an
-    import has. An interrupt that came in one comes again, a moment later, as what is raised here is dropped, too."""
+    import has. A signal that came in one comes again, a moment later, as what is raised here is dropped, too."""
 
     def hook(lost: UnraisableHookArgs) -> None:
         if not issubclass(lost.exc_type, KeyboardInterrupt):
@@ -103,7 +110,7 @@ def _again_if_lost(before: Callable[[UnraisableHookArgs], object]) -> Callable[[
     def again() -> None:
         main = threading.main_thread().ident
         if main is not None and sys.unraisablehook is hook:  # the command has not ended meanwhile
-            signal.pthread_kill(main, INTERRUPT)
+            signal.pthread_kill(main, signals.forget())
 
     return hook
 
@@ -121,7 +128,7 @@ def handled() -> Iterator[Signals]:
         if number != INTERRUPT and handler == signal.SIG_DFL:
             signal.signal(number, signals.handle)
     unraisable = sys.unraisablehook
-    sys.unraisablehook = _again_if_lost(unraisable)
+    sys.unraisablehook = _again_if_lost(signals, unraisable)
     try:
         yield signals
     finally:

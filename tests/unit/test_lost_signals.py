@@ -31,9 +31,17 @@ with signals.handled() as heard:
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGPWR])
-def test_one_that_comes_where_python_drops_what_is_raised_comes_again(number: signal.Signals) -> None:
-    words = ["env", "--default-signal", sys.executable, "-c", LOST, str(int(number))]
-    ended = subprocess.run(words, capture_output=True, text=True, timeout=300, cwd=REPOSITORY, check=False)
+@pytest.mark.parametrize(
+    ("number", "parent"),
+    [
+        (signal.SIGINT, "--default-signal"),
+        (signal.SIGTERM, "--default-signal"),
+        (signal.SIGPWR, "--default-signal"),
+        (signal.SIGTERM, "--ignore-signal=INT"),  # as of a script's background
+    ],
+)
+def test_one_that_comes_where_python_drops_what_is_raised_comes_again(number: signal.Signals, parent: str) -> None:
+    words = ["env", parent, sys.executable, "-c", LOST, str(int(number))]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=REPOSITORY, check=False)
     told = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
     assert (ended.stderr, ended.returncode) == (f"{told}\n", 1)
