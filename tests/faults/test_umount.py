@@ -126,25 +126,31 @@ def test_a_lazy_unmount_with_a_file_open_can_be_ended(pool: Pool) -> None:
     assert read_file(pool.mount / "open") == b"written"
 
 
-def mount_as(pool: Pool, number: int) -> None:
-    """Mount a pool until its filesystem has that number (the kernel gives the lowest free one; others may take it)."""
+def mounted_at_the_number_of(pool: Pool, other: Pool) -> int:
+    """Mount `other` at the number that `pool`'s filesystem had, whose daemon goes on for a guest.
+
+    The kernel gives a mount the lowest number that is free. Another mount of this machine may take the number
+    between the two, and keep it: then both begin anew.
+    """
     for _ in range(20):
-        pool.start()
-        if mount_device(pool.mount) == number:
-            return
-        pool.umount()
-    raise AssertionError(f"no mount of {pool.path} got the number {number}")
+        pid = pool.pid()
+        pool.command("umount", str(pool.path), timeout_s=60)
+        wait_until(lambda pid=pid: not process_alive(pid), "the end of the daemon")
+        pool.start("--virtiofs", f"{pool.base / 'guest.sock'},tag=kv,queues=2")
+        number = mount_device(pool.mount)
+        assert number is not None
+        pool.command("umount", str(pool.mount), timeout_s=60)
+        other.start()
+        if mount_device(other.mount) == number:
+            return number
+        other.umount()
+    raise AssertionError(f"{other.path} was mounted 20 times, and never at the number that {pool.path} had")
 
 
 @pytest.mark.parametrize("end", ["umount", "signal"])
 def test_the_mount_of_another_pool_that_has_the_number_since_stays(pool: Pool, own_pool, end: str) -> None:
     other: Pool = own_pool(files=2, size="128M", started=False)
-    pool.umount()
-    pool.start("--virtiofs", f"{pool.base / 'guest.sock'},tag=kv,queues=2")
-    number, pid = mount_device(pool.mount), pool.pid()
-    assert number is not None
-    pool.command("umount", str(pool.mount), timeout_s=60)
-    mount_as(other, number)
+    number, pid = mounted_at_the_number_of(pool, other), pool.pid()
     if end == "umount":
         assert "also mounted" not in pool.command("umount", str(pool.path), timeout_s=60).stderr
     else:
