@@ -265,7 +265,12 @@ def _umount(args: argparse.Namespace) -> int:
     with suppress(KvfsError):
         exports, _ = _serving(pool)
     watch = _watch_daemon(pool)
-    mount.unmount(present.mountpoint, lazy=args.lazy, force=args.force)
+    try:
+        mount.unmount(present.mountpoint, lazy=args.lazy, force=args.force)
+    except mount.MountError as error:
+        if error.errno == errno.EBUSY and watch is not None and is_stopped(watch.pid):
+            raise _kept_by_waiting(present.mountpoint, watch.pid) from error
+        raise
     # Of a daemon that is dead nobody can keep anything.
     kept = holders(present.device, present.source) if watch is not None and not watch.wait(0) else []
     clean = not exports and not kept
@@ -279,6 +284,13 @@ def _umount(args: argparse.Namespace) -> int:
     document = {"mountpoint": present.mountpoint, "pool": present.source, "clean": clean, "exports": exports}
     emit(args, {**document, "held_by": _held_by(kept)})
     return 0
+
+
+def _kept_by_waiting(mountpoint: str, pid: int) -> KvfsError:
+    """The error for a mount whose daemon stands still: even a df that waits for its answer keeps it."""
+    failure = KvfsError(f"{mountpoint}: busy: who waits for an answer keeps it, and {stopped(pid)}; or use --lazy")
+    failure.errno = errno.EBUSY
+    return failure
 
 
 def _held_by(kept: Sequence[Holder]) -> list[dict[str, object]]:

@@ -11,7 +11,18 @@ import subprocess
 from collections.abc import Iterator
 
 import pytest
-from helpers import Pool, assert_same, content, detach, mount_device, process_alive, read_file, run, wait_until
+from helpers import (
+    Pool,
+    assert_same,
+    content,
+    detach,
+    mount_device,
+    process_alive,
+    read_file,
+    requests_waiting,
+    run,
+    wait_until,
+)
 
 DATA = content(5 << 20)
 # A process elsewhere: it opens a file for writing, says so, and keeps it.
@@ -166,13 +177,33 @@ def test_a_pool_that_nobody_serves_is_not_mounted(pool: Pool) -> None:
     assert (result.returncode, result.stderr) == (1, f"kvfs: {pool.path}: not mounted\n")
 
 
-def test_an_unmount_says_that_the_daemon_is_stopped(pool: Pool) -> None:
+@contextlib.contextmanager
+def standing_still(pool: Pool) -> Iterator[str]:
+    """The words for the pool's daemon, which is stopped. At the end it goes on, and is unmounted if it is not yet."""
     pid = pool.pid()
     os.kill(pid, signal.SIGSTOP)
     try:
-        result = pool.command("umount", str(pool.mount), timeout_s=60, check=False)
-        assert result.returncode == 1
-        assert f"the daemon (pid {pid}) is stopped, by SIGSTOP or a debugger: kill -CONT {pid}" in result.stderr
+        yield f"the daemon (pid {pid}) is stopped, by SIGSTOP or a debugger: kill -CONT {pid}"
     finally:
         os.kill(pid, signal.SIGCONT)
+    if mount_device(pool.mount) is not None:
+        pool.command("umount", str(pool.mount), timeout_s=60)
     wait_until(lambda: not process_alive(pid), "the end of the daemon")
+
+
+def test_an_unmount_says_that_the_daemon_is_stopped(pool: Pool) -> None:
+    """Some other program of this machine may look at all mounts just then: then it says busy, and the same."""
+    with standing_still(pool) as words:
+        result = pool.command("umount", str(pool.mount), timeout_s=60, check=False)
+        assert result.returncode == 1 and words in result.stderr
+
+
+def test_an_unmount_says_that_a_stopped_daemon_is_waited_for(pool: Pool) -> None:
+    with standing_still(pool) as words:
+        with subprocess.Popen(["stat", "-f", pool.mount], stdout=subprocess.DEVNULL) as waiting:
+            wait_until(lambda: requests_waiting(pool.mount), "its request")
+            result = pool.command("umount", str(pool.mount), timeout_s=60, check=False)
+            assert result.returncode == 1 and mount_device(pool.mount) is not None
+            assert f"{pool.mount}: busy: who waits for an answer keeps it, and {words}" in result.stderr
+            os.kill(pool.pid(), signal.SIGCONT)
+            assert waiting.wait(60) == 0
