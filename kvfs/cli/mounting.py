@@ -288,7 +288,8 @@ def _umount(args: argparse.Namespace) -> int:
 
 def _kept_by_waiting(mountpoint: str, pid: int) -> KvfsError:
     """The error for a mount whose daemon stands still: even a df that waits for its answer keeps it."""
-    failure = KvfsError(f"{mountpoint}: busy: who waits for an answer keeps it, and {stopped(pid)}; or use --lazy")
+    keeps = "an open file keeps it, or somebody who waits for an answer"
+    failure = KvfsError(f"{mountpoint}: busy: {keeps}; {stopped(pid)}; or use --lazy")
     failure.errno = errno.EBUSY
     return failure
 
