@@ -1,5 +1,5 @@
 """The parts that pyproject.toml cannot describe. The data plane and the libraries beside it are built, and belong to
-the wheel; so do the manual pages.
+the wheel. So does what the machine's own programs look for: manual pages, completion, units, mount.kvfs.
 
 The module has the stable ABI: one wheel is for every Python from 3.11 on. It holds the daemon's plane and the client.
 Both need libc and nothing else: a module for the client alone would save an engine 2 MB, and no package.
@@ -32,6 +32,13 @@ OLDEST_GLIBC = (2, 17)
 # A wheel that holds a copy of liburing brings its licence.
 LICENCE_OF_LIBURING = Path("/usr/share/doc/liburing-dev/copyright")
 
+# Where each shell looks, below the share/ of its own prefix.
+COMPLETIONS = {
+    "bash": "bash-completion/completions/kvfs",
+    "zsh": "zsh/site-functions/_kvfs",
+    "fish": "fish/vendor_completions.d/kvfs.fish",
+}
+
 
 class Build(build):
     """A build that begins with nothing: what an earlier one left behind would be in the wheel."""
@@ -39,12 +46,27 @@ class Build(build):
     def run(self) -> None:
         shutil.rmtree(self.build_lib, ignore_errors=True)
         super().run()
-        # By the command of these sources: a wheel has no other version of it at hand, and none of its packages.
-        pages = Path(self.build_temp).parent / "man"
-        shutil.rmtree(pages, ignore_errors=True)
+        share = Path(self.build_temp).parent / "share"
+        shutil.rmtree(share, ignore_errors=True)
+        self._kvfs("man", "--directory", str(share / "man/man1"))
+        for shell, place in COMPLETIONS.items():
+            path = share / place
+            path.parent.mkdir(parents=True)
+            path.write_text(self._kvfs("completion", shell))
+        files = sorted(path for path in share.rglob("*") if path.is_file())
+        self.distribution.data_files = [
+            *((str("share" / path.parent.relative_to(share)), [str(path)]) for path in files),
+            ("share/man/man8", ["tools/mount.kvfs.8"]),
+            # Their @bindir@ is the installer's: a wheel does not know where it will lie.
+            ("share/kvfs/systemd", sorted(map(str, Path("tools").glob("*.service")))),
+        ]
+
+    @staticmethod
+    def _kvfs(*words: str) -> str:
+        """By the command of these sources: a wheel has no other version of it at hand, and none of its packages."""
         code = "import sys; sys.path.insert(0, '.'); from kvfs.cli import main; sys.exit(main(sys.argv[1:]))"
-        subprocess.run([sys.executable, "-c", code, "man", "--directory", pages], check=True)
-        self.distribution.data_files = [("share/man/man1", sorted(map(str, pages.glob("*.1"))))]
+        command = [sys.executable, "-c", code, *words]
+        return subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout
 
 
 class BuildNative(MODULE["BuildModule"]):  # type: ignore[misc]
@@ -85,6 +107,8 @@ class Wheel(bdist_wheel):
 # A Python without the global lock has a stable ABI of its own, from 3.15 on.
 stable = not sysconfig.get_config_var("Py_GIL_DISABLED")
 setup(
+    # Beside the command, where it looks for it: a link in /sbin makes it mount(8)'s.
+    scripts=["tools/mount.kvfs"],
     cffi_modules=["native/build_ffi.py:builder"],
     cmdclass={"build": Build, "build_ext": BuildNative, "bdist_wheel": Wheel},
     options={"bdist_wheel": {"py_limited_api": "cp311"}} if stable else {},

@@ -21,6 +21,11 @@ LIBRARIES = {f"kvfs/lib/{name}" for name in (
     "libkvfs.so.1", "libkvfs.so", "libkvfs_cufile.so", "libkvfs_preload.so", "libplugin_KVFS.so", "cufile/libcufile.so",
     "cufile/libcufile.so.0",
 )}  # fmt: skip
+# For the machine's own programs: man, shells, systemd. mount.kvfs lies beside the command.
+SHARED = (
+    "man/man1/kvfs.1", "man/man1/kvfs-mount.1", "man/man8/mount.kvfs.8", "bash-completion/completions/kvfs",
+    "zsh/site-functions/_kvfs", "fish/vendor_completions.d/kvfs.fish",
+)  # fmt: skip
 DAEMON = ("pyfuse3", "trio", "lmdb", "xxhash")
 BUILD_TIMEOUT_S = 280
 
@@ -130,9 +135,12 @@ def test_the_wheel_is_of_this_platform_and_holds_the_data_plane(wheel):
     binaries = {name for name in names if ".so" in name}
     assert binaries == {"kvfs/_native.abi3.so", *LIBRARIES}
     assert "kvfs/py.typed" in names
-    manual = f"kvfs-{version}.data/data/share/man/man1/"
-    assert {f"{manual}kvfs.1", f"{manual}kvfs-mount.1"} <= names
-    assert not [name for name in names if not name.startswith(("kvfs/", f"kvfs-{version}.dist-info/", manual))]
+    outside = {name for name in names if not name.startswith(("kvfs/", f"kvfs-{version}.dist-info/"))}
+    share = f"kvfs-{version}.data/data/share/"
+    expected = {f"{share}{name}" for name in SHARED} | {f"kvfs-{version}.data/scripts/mount.kvfs"}
+    expected |= {f"{share}kvfs/systemd/{path.name}" for path in helpers.REPOSITORY.glob("tools/*.service")}
+    assert expected <= outside, expected - outside
+    assert not [name for name in outside - expected if not name.startswith(f"{share}man/man1/kvfs-")]
     assert "Root-Is-Purelib: false" in tags and f"Tag: cp311-abi3-{platform}" in tags
     assert metadata["License-Expression"] == "Apache-2.0" and metadata["Author"] == "the kvfs authors"
     assert "Apache License" in licence and "Copyright 2026 the kvfs authors" in licence
@@ -216,9 +224,12 @@ def test_a_client_is_installed_into_an_empty_environment_and_used(wheel, work, d
     installed = {path.name.partition("-")[0].lower() for path in packages}
     assert installed == {"kvfs", "cffi", "pycparser"}
 
-    # The command is there; and a verb of the daemon's says what it needs.
+    # The command is there, and mount.kvfs finds it. A verb of the daemon's says what it needs.
     kvfs = environment / "bin/kvfs"
     assert run(kvfs, "--version").stdout.startswith("kvfs ")
+    shown = run(environment / "bin/mount.kvfs", "/srv/pool", "/mnt/kv", "-f", "-o", "allow_other,nofail").stdout
+    assert shown == f"{kvfs} mount /srv/pool /mnt/kv --allow-other\n"
+    assert all((environment / "share" / name).stat().st_size > 100 for name in SHARED)
     refused = run(kvfs, "mount", directory, directory, check=False)
     assert refused.returncode == 1 and "pip install 'kvfs[daemon]'" in refused.stderr
     # A program under the library of the wheel reads a file of the mount.

@@ -29,7 +29,7 @@ def test_every_unit_is_looked_at() -> None:
 @pytest.mark.parametrize("name", EXPOSED_AT_MOST)
 def test_systemd_takes_a_unit_and_finds_it_sandboxed(name: str, tmp_path: Path) -> None:
     unit = tmp_path / name.replace("@", "@pool")
-    unit.write_text(re.sub(r"/opt/kvfs/\S+", shutil.which("true") or "/bin/true", (TOOLS / name).read_text()))
+    unit.write_text(re.sub(r"@bindir@/\S+", shutil.which("true") or "/bin/true", (TOOLS / name).read_text()))
     verified = _analyze("verify", "--man=no", "--generators=no", unit)
     # It names units of the machine as well, where those are at fault.
     assert name.partition("@")[0] not in verified.stderr, verified.stderr
@@ -37,6 +37,12 @@ def test_systemd_takes_a_unit_and_finds_it_sandboxed(name: str, tmp_path: Path) 
     if "unrecognized option" in rated.stderr:
         pytest.skip("this systemd-analyze rates no unit that is not loaded")
     assert rated.returncode == 0, rated.stdout[-300:] + rated.stderr
+
+
+@pytest.mark.parametrize("name", EXPOSED_AT_MOST)
+def test_a_unit_leaves_the_place_of_the_command_to_who_installs_it(name: str) -> None:
+    commands = re.findall(r"^Exec(?:Start|Stop)\w*=(\S+)", (TOOLS / name).read_text(), flags=re.M)
+    assert commands and set(commands) == {"@bindir@/kvfs"}
 
 
 def test_the_relay_is_not_root() -> None:
