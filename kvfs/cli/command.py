@@ -34,7 +34,7 @@ _VERBS = (
     pools.add_fsck, keeping.add_pins, keeping.add_prestage, keeping.add_evict, pools.add_discover, pools.add_device,
     pod.add_pod,
     pools.add_doctor, pools.add_import, replaying.add_replay, completion.add_completion, programs.add_run_verbs,
-    programs.add_nixl_plugins, replaying.add_bench, completion.add_man, completion.add_help,
+    programs.add_nixl_plugins, completion.add_man, completion.add_help,
 )  # fmt: skip
 
 
@@ -42,8 +42,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     with signals.handled() as heard:
-        if arguments[:1] == ["bench"]:
-            return _guarded(lambda: replaying.run_bench(arguments[1:]), False, heard)
 
         def command() -> int:
             args = parser().parse_args(arguments)
@@ -51,6 +49,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             return cast(int, args.function(args))
 
         return _guarded(command, _asks_for_json(arguments), heard)
+
+
+def guarded(command: Callable[[], int]) -> int:
+    """Run a command that is no verb, a tool of this repository: its signals and failures are told as a verb's."""
+    with signals.handled() as heard:
+        return _guarded(command, False, heard)
 
 
 def _asks_for_json(arguments: Sequence[str]) -> bool:

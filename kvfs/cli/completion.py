@@ -29,10 +29,6 @@ def add_help(verbs: Verbs) -> None:
 
 
 def _help(verbs: Verbs, args: argparse.Namespace) -> int:
-    if args.page == "bench":  # its parser is its own
-        from kvfs.cli.replaying import run_bench
-
-        return run_bench(["--help"])
     (verbs.top if args.page is None else verbs.parser(args.page)).print_help()
     return 0
 

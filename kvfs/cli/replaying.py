@@ -1,11 +1,9 @@
-"""Verbs that play an engine or measure one: replay, bench."""
+"""The verb that plays an engine: replay."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
 
 from kvfs.cli import arguments
 from kvfs.cli.arguments import Verbs
@@ -154,19 +152,3 @@ def _replay(args: argparse.Namespace) -> int:
     if outcome.interrupted:
         raise ToldInterrupt
     return 0
-
-
-def add_bench(verbs: Verbs) -> None:
-    verbs.add_plain("bench", "measure kvfs against its peers (kvfs bench --help)", add_help=False)
-
-
-def run_bench(words: Sequence[str]) -> int:
-    import importlib
-
-    try:
-        bench = importlib.import_module("kvfs.bench")
-    except ModuleNotFoundError as error:
-        if error.name != "kvfs.bench":
-            raise
-        raise KvfsError("bench: not part of this installation") from error
-    return cast(int, bench.main(list(words)) or 0)

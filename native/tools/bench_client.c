@@ -1,4 +1,4 @@
-/* The client half of `kvfs bench`: small, fixed loops of system calls, timed where an interpreter would be most of the time.
+/* The client half of `tools/bench`: small, fixed loops of system calls, timed where an interpreter would be most of the time.
  *
  * One command a run, one JSON object on stdout. Every command checks its results. Three results end the run with status 1: a short read, a name that
  * should not be there, a block that reads back as other bytes. The digest (xxh3) is taken outside the timed loop; two filesystems filled with the
@@ -438,7 +438,7 @@ static void command_stripe(struct job *job) {
 /* ---- the command line ---- */
 
 static const char usage[] =
-    "usage: bench_client COMMAND [options]; the driver is `kvfs bench`\n"
+    "usage: bench_client COMMAND [options]; the driver is `tools/bench`\n"
     "  read    --list F --size B    random reads of open files    stripe --list F --size B --unit B --span B  raw reads of a stripe\n"
     "  blocks  --list F --size B    open, read whole, close       write  --dir D --size B                     tmp, write, rename\n"
     "  open    --list F             open and close                stat   --dir D                              of names that are missing\n"

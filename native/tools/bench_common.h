@@ -1,4 +1,4 @@
-/* Shared by the clients of `kvfs bench`: content of blocks, and small helpers. `program` is the name that messages begin with. */
+/* Shared by the clients of `tools/bench`: content of blocks, and small helpers. `program` is the name that messages begin with. */
 #ifndef KVFS_BENCH_COMMON_H
 #define KVFS_BENCH_COMMON_H
 

@@ -3,7 +3,7 @@
  *     fuse_floor DIRECTORY
  *
  * Mounts itself there (root), answers every LOOKUP with ENOENT straight from a blocking read of /dev/fuse, and ends with the unmount. A failing
- * stat through kvfs, as `kvfs bench` measures it, cannot be faster than this.
+ * stat through kvfs, as `tools/bench` measures it, cannot be faster than this.
  */
 #define _GNU_SOURCE
 #include <errno.h>

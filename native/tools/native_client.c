@@ -1,4 +1,4 @@
-/* The native half of `kvfs bench`: libkvfs called in fixed loops, in one process or in several that start together.
+/* The native half of `tools/bench`: libkvfs called in fixed loops, in one process or in several that start together.
  *
  * One command a run, one JSON object on stdout, its fields those of bench_client. Blocks are numbered; key and content follow from the number, so one
  * run can check the blocks of another's put. get reads every block once and compares every byte before the clock starts, and compares the last batch
@@ -68,7 +68,7 @@ struct job {
 
 /* ---- keys and content ---- */
 
-/* Big-endian: a hash of the number, then the number. kvfs/bench/python_client.py makes the same. */
+/* Big-endian: a hash of the number, then the number. tools/benches/python_client.py makes the same. */
 static void key_make(uint64_t number, uint8_t *out) {
     uint64_t parts[2] = {__builtin_bswap64(number * 0x9e3779b97f4a7c15u), __builtin_bswap64(number)};
     memcpy(out, parts, KEY_SIZE);
@@ -490,7 +490,7 @@ static void run(const struct command *command, struct job *job) {
 /* ---- the command line ---- */
 
 static const char usage[] =
-    "usage: native_client COMMAND [options]; the driver is `kvfs bench`\n"
+    "usage: native_client COMMAND [options]; the driver is `tools/bench`\n"
     "  put       --mount M --space S   blocks FIRST to FIRST + COUNT, in batches\n"
     "  get       --mount M --space S   each of them --passes times, in random order; --batch 1: latencies are of blocks\n"
     "  ranges    --mount M --space S   --part bytes of each of them, in batches\n"

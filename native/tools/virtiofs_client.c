@@ -1,4 +1,4 @@
-/* The load of `kvfs bench` on a virtio-fs back end, without a guest: vhost_fuse with commands on stdin, one JSON line for each on stdout.
+/* The load of `tools/bench` on a virtio-fs back end, without a guest: vhost_fuse with commands on stdin, one JSON line for each on stdout.
  *
  *     virtiofs_client SOCKET
  *     read-4k PATH DEPTH SECONDS      read-1m, read-4m: O_DIRECT reads at random places of one file

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from kvfs.bench import cases
-from kvfs.bench.common import Row
+from benches import cases
+from benches.common import Row
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 TIMEOUT_S = 3000

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvfs.bench.compare import CASES, main
+from benches.compare import CASES, main
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 TIMEOUT_S = 1800  # most of it builds the commit

@@ -1,4 +1,4 @@
-"""The front end of `kvfs bench` for virtio-fs: right bytes from an export, stores that the mount reads, liars named.
+"""The front end of `tools/bench` for virtio-fs: right bytes from an export, stores that the mount reads, liars named.
 
 native/test/test_vhost_fuse.c has a double of a back end that lies in every field; here are whole programs.
 """
@@ -17,8 +17,8 @@ from collections.abc import Iterator
 import pytest
 from helpers import MIB, REPOSITORY, assert_same, content, read_file, slowness, write_file
 
-from kvfs.bench.common import BenchError
-from kvfs.bench.vhost import driver
+from benches.common import BenchError
+from benches.vhost import driver
 
 PAGE = 4096
 SIZE = 9 * MIB + 5000  # no multiple of a page, nor of a request

@@ -146,15 +146,17 @@ def test_a_command_ends_with_one_line(start: Callable[[str], Command], verb: str
 # A bench whose one case gets a signal, after it has made something.
 BENCH = """
 import dataclasses, signal, sys
-from kvfs.bench import cases
-from kvfs.cli import main
+sys.path.insert(0, "tools")
+from benches import cases, main
+from kvfs.cli.command import guarded
 
 def run(rig):
     print(len(list(rig.base.parent.parent.glob("run-*"))), flush=True)
     signal.raise_signal(int(sys.argv[1]))
 
 cases.CASES["random-read"] = dataclasses.replace(cases.CASES["random-read"], run=run)
-sys.exit(main(["bench", "--only", "random-read", "--quick", "--devices", "files", "--directory", sys.argv[2]]))
+words = ["--only", "random-read", "--quick", "--devices", "files", "--directory", sys.argv[2]]
+sys.exit(guarded(lambda: main(words)))
 """
 
 

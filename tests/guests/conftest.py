@@ -1,10 +1,10 @@
-"""Real guests: a Debian kernel under QEMU's software emulation mounts a pool by virtio-fs (kvfs/bench/guest.py)."""
+"""Real guests: a Debian kernel under QEMU's software emulation mounts a pool by virtio-fs (tools/benches/guest.py)."""
 
 import helpers
 import pytest
 
-from kvfs.bench.common import MissingError
-from kvfs.bench.guest import prepare
+from benches.common import MissingError
+from benches.guest import prepare
 
 
 @pytest.fixture(scope="session", autouse=True)

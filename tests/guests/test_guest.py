@@ -13,8 +13,8 @@ import types
 import pytest
 from helpers import MIB, content, process_alive, slowness, wait_until
 
-from kvfs.bench.common import MissingError
-from kvfs.bench.guest import Guest, GuestError, GuestTimeoutError, Share, children, virtiofsd
+from benches.common import MissingError
+from benches.guest import Guest, GuestError, GuestTimeoutError, Share, children, virtiofsd
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -102,8 +102,8 @@ def test_a_guest_whose_kernel_stops_is_started_once_more(monkeypatch):
         return begun[-1]
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvfs.bench.guest.KERNEL_TIMEOUT_S", 2.0)
-        patch.setattr("kvfs.bench.guest.subprocess", types.SimpleNamespace(**vars(subprocess) | {"Popen": popen}))
+        patch.setattr("benches.guest.KERNEL_TIMEOUT_S", 2.0)
+        patch.setattr("benches.guest.subprocess", types.SimpleNamespace(**vars(subprocess) | {"Popen": popen}))
         with Guest([], name="held") as guest:
             with pytest.warns(UserWarning, match="the kernel of held has stopped"):
                 assert guest.run("echo up").stdout == b"up\n"

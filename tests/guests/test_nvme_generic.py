@@ -8,7 +8,7 @@ import tempfile
 import pytest
 from helpers import MIB, REPOSITORY
 
-from kvfs.bench.guest import Guest
+from benches.guest import Guest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 

@@ -16,7 +16,7 @@ import pytest
 from enclosure import NQN, Enclosure
 from helpers import MIB, REPOSITORY, wait_until
 
-from kvfs.bench.guest import Guest
+from benches.guest import Guest
 
 LINUX_HOST = pathlib.Path(__file__).with_name("linux_host.py")
 DISCOVERY = "nqn.2014-08.org.nvmexpress.discovery"

@@ -15,7 +15,7 @@ import tempfile
 import pytest
 from helpers import KIB, MIB, Pool, content, requires_program, run, wait_until
 
-from kvfs.bench.guest import Guest
+from benches.guest import Guest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -31,7 +31,7 @@ from helpers import (
     write_file,
 )
 
-from kvfs.bench.guest import Guest, Share
+from benches.guest import Guest, Share
 
 VISITOR = pathlib.Path(__file__).with_name("visitor.py")
 # How long a guest relies on its cache without asking: not at all for names and files, this long for a directory's mode

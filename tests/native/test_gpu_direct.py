@@ -13,7 +13,7 @@ import pytest
 from test_cufile import REFERENCE_DIRECTORY, needs_unpacked
 from test_gpu_client import fake  # noqa: F401
 
-from kvfs.bench.gpu_check import READER_COUNTS
+from benches.gpu_check import READER_COUNTS
 
 NVRTC_DIRECTORY = helpers.REPOSITORY / "build/clients/nvidia-cuda-nvrtc"
 PLAYER = pathlib.Path(__file__).with_name("gds_player.py")

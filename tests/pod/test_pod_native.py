@@ -26,7 +26,7 @@ from kvfs._native import ffi, lib
 from podmounts import NEWS_S, Node, Pod, block
 
 import kvfs
-from kvfs.bench.vhost import driver
+from benches.vhost import driver
 from kvfs.client import cufile, preload
 from kvfs.client.client import Client
 from kvfs.client.events import Removed, Stored

@@ -201,7 +201,7 @@ def test_status_of_pools_of_others_alone_is_a_failure_and_beside_ones_own_is_non
 
 
 def test_every_verb_that_stays_kvfs_takes_json() -> None:
-    others = {"bench", "completion", "man", "help", *programs.RUN_VERBS}
+    others = {"completion", "man", "help", *programs.RUN_VERBS}
     _, verbs = usage.read(parser())
     takes = {verb.name for verb in verbs if any("-o" in option.names for option in verb.options)}
     assert takes == {verb.name for verb in verbs} - others

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from kvfs.bench.calls import _total
-from kvfs.bench.common import Json
-from kvfs.bench.pairs import (
+from benches.calls import _total
+from benches.common import Json
+from benches.pairs import (
     Pair,
     case_document,
     interval,
@@ -91,7 +91,7 @@ def test_makings_that_disagree_widen_the_interval_however_many_pairs_each_has() 
 
 def test_the_interval_misses_the_truth_about_as_seldom_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal builds, on pools with luck of their own. On 4 makings of 5 pairs 10 % were missed, on 10 of 2 some 3 %."""
-    monkeypatch.setattr("kvfs.bench.pairs.RESAMPLES", 200)
+    monkeypatch.setattr("benches.pairs.RESAMPLES", 200)
     source = random.Random(3)
     missed = 0
     for _ in range(100):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections import OrderedDict
@@ -373,17 +372,6 @@ def test_an_invented_trace_is_replayed_without_a_file(tmp_path: Path, capsys: py
     for wrong in (["--invent", "nothing"], ["trace", "--invent", "rag"], []):
         assert cli.main(["replay", *wrong, "--target", str(tmp_path / "none"), "--block-size", "4K"]) == 2
     assert not (tmp_path / "none").exists()
-
-
-def test_a_wheel_that_has_no_benchmarks_can_replay() -> None:
-    """`kvfs replay` imports nothing of kvfs.bench."""
-    code = (
-        "import sys; from kvfs.cli.command import parser; parser(); from kvfs.replay import engine, plot, report\n"
-        "from kvfs.replay.trace import invented_trace; invented_trace('mixed', 1, 9)\n"
-        "print([name for name in sys.modules if name.startswith('kvfs.bench')])"
-    )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert ran.stdout == "[]\n", ran.stderr
 
 
 def test_what_is_reported_is_read_before_its_memory_is_freed(tmp_path: Path) -> None:

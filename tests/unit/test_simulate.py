@@ -15,8 +15,8 @@ from helpers import slow
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfs.bench.pod import SILENT, Feed, Pod, spread
-from kvfs.bench.simulate import (
+from benches.pod import SILENT, Feed, Pod, spread
+from benches.simulate import (
     REFERENCES,
     foreseen,
     lru,
@@ -28,7 +28,7 @@ from kvfs.bench.simulate import (
     separate,
     unique_blocks,
 )
-from kvfs.bench.traces import load, mix
+from benches.traces import load, mix
 from kvfs.errors import UsageError
 from kvfs.replay.invent import SHAPES, Trace, invent
 from kvfs.store.eviction import CARRY_SHARE

@@ -188,7 +188,7 @@ def test_defaults_of_parts_are_those_of_the_help() -> None:
     assert f"default {default.io_timeout_ms}" in texts["--io-timeout"]
 
 
-@pytest.mark.parametrize("verb", ["mount", "bench", "help"])
+@pytest.mark.parametrize("verb", ["mount", "help"])
 def test_help_is_a_verb_too(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     with contextlib.suppress(SystemExit):
         assert cli.main(["help", verb]) == 0
@@ -207,7 +207,7 @@ def test_help_alone_names_the_verbs(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_every_verb_and_option_is_in_every_completion(capsys: pytest.CaptureFixture[str]) -> None:
     _, every = usage.read(parser())
-    assert {"mount", "fsck", "man", "bench"} <= {verb.name for verb in every}
+    assert {"mount", "fsck", "man"} <= {verb.name for verb in every}
     for shell in usage.COMPLETIONS:
         text = script(shell, capsys)
         for verb in every:

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvfs.bench.common import (
+from benches.common import (
     DEVICE_COUNT,
     GIB,
     MIB,
@@ -33,8 +33,8 @@ from kvfs.bench.common import (
     run_command,
     say,
 )
-from kvfs.bench.report import size_text
-from kvfs.bench.rig import Kvfs, Rig, Side, disk_files, filesystem, loops
+from benches.report import size_text
+from benches.rig import Kvfs, Rig, Side, disk_files, filesystem, loops
 from kvfs.replay import plot
 
 HIGH, LOW = 0.9, 0.8
@@ -138,7 +138,7 @@ def _sides(rig: Rig, stack: contextlib.ExitStack, count: int, size: int) -> list
 @contextlib.contextmanager
 def lru_script(directory: Path) -> Iterator[int]:
     """Yields its process."""
-    words = [sys.executable, "-m", "kvfs.bench.lru_script", str(directory), "--high", str(HIGH), "--low", str(LOW)]
+    words = [sys.executable, "-m", "benches.lru_script", str(directory), "--high", str(HIGH), "--low", str(LOW)]
     process = subprocess.Popen(words, stdin=subprocess.DEVNULL)
     try:
         yield process.pid

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvfs.bench.common import (
+from benches.common import (
     DEVICE_COUNT,
     GIB,
     KIB,
@@ -26,8 +26,8 @@ from kvfs.bench.common import (
     rates,
     run_command,
 )
-from kvfs.bench.report import size_text
-from kvfs.bench.rig import Rig, fio_stripe
+from benches.report import size_text
+from benches.rig import Rig, fio_stripe
 
 DEPTH = 8  # blocks in flight
 BATCH = 64  # blocks in a call of get or put
@@ -74,7 +74,7 @@ def _python(rig: Rig, words: Sequence[object]) -> Callable[[int], Json]:
     """The same through Python."""
 
     def run(index: int) -> Json:
-        module = [sys.executable, "-m", "kvfs.bench.python_client"]
+        module = [sys.executable, "-m", "benches.python_client"]
         command = [*module, *map(str, words), "--mount", str(rig.kvfs.root), "--seed", str(1 + index)]
         return rig.kvfs.measured(lambda: parse_json(run_command(*command).stdout, "python_client"))
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import kvfs
-from kvfs.bench.gpu_check import CheckedPool
+from benches.gpu_check import CheckedPool
 from kvfs.errors import KvfsError
 
 MIB = 1 << 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import cast
 
-from kvfs.bench.common import GIB, KIB, MIB, Json, number_at
+from benches.common import GIB, KIB, MIB, Json, number_at
 
 # ---- output ----
 

@@ -3,7 +3,7 @@
 The pool's own policy (kvfs/store/eviction.py) runs on whole segments with a budget for copies, as the pool uses it. The
 references evict single blocks, at equal bytes, which no log-structured store can. With --pool the real pool is asked:
 segments, index, block table and evictor, with small blocks. With --nodes the policy runs on the nodes of a pod
-(kvfs/bench/pod.py), and on as many pools that know nothing of each other. The one pool beside them is the ideal.
+(tools/benches/pod.py), and on as many pools that know nothing of each other. The one pool beside them is the ideal.
 
 A hit is a block of a prompt that is there with all those before it. Blocks of a prompt that are not there are stored.
 """
@@ -26,10 +26,10 @@ from random import Random
 
 import trio
 
-from kvfs.bench.clairvoyant import clairvoyant, next_uses
-from kvfs.bench.pod import SILENT, Feed, Pod, spread
-from kvfs.bench.segments import SEGMENTS_MIN
-from kvfs.bench.traces import load, mix
+from benches.clairvoyant import clairvoyant, next_uses
+from benches.pod import SILENT, Feed, Pod, spread
+from benches.segments import SEGMENTS_MIN
+from benches.traces import load, mix
 from kvfs.errors import KvfsError, UsageError
 from kvfs.pool.geometry import LABEL_SIZE, STRIPE_UNIT_MIN, ZONES_OFFSET, Geometry
 from kvfs.pool.making import FormatRequest, format_devices

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
-from kvfs.bench.common import (
+from benches.common import (
     GIB,
     KIB,
     MIB,
@@ -33,8 +33,8 @@ from kvfs.bench.common import (
     number_at,
     say,
 )
-from kvfs.bench.rig import Kvfs, disk_files, filesystem, fio, loops, mapped_stripe
-from kvfs.bench.run import Parser, chosen
+from benches.rig import Kvfs, disk_files, filesystem, fio, loops, mapped_stripe
+from benches.run import Parser, chosen
 from kvfs.errors import KvfsError, UsageError
 
 RUN_TIMEOUT_S = 900.0

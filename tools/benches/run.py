@@ -1,4 +1,4 @@
-"""`kvfs bench`: the command line, and the cases that it asks for."""
+"""`tools/bench`: the command line, and the cases that it asks for."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from kvfs.bench.cases import BOTH, CASES
-from kvfs.bench.common import (
+from benches.cases import BOTH, CASES
+from benches.common import (
     DEVICE_COUNT,
     FULL,
     KIB,
@@ -24,9 +24,9 @@ from kvfs.bench.common import (
     BenchError,
     parse_json,
 )
-from kvfs.bench.report import render, render_markdown, size_text
-from kvfs.bench.rig import Rig
-from kvfs.bench.session import Bench
+from benches.report import render, render_markdown, size_text
+from benches.rig import Rig
+from benches.session import Bench
 from kvfs.errors import KvfsError, UsageError
 from kvfs.units import parse_size
 
@@ -70,7 +70,7 @@ class Parser(argparse.ArgumentParser):
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(
-        prog="kvfs bench",
+        prog="tools/bench",
         description="Measure kvfs against its peers; docs/performance.md says what each case compares.",
         allow_abbrev=False,
     )
@@ -102,10 +102,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _main(_arguments(list(sys.argv[1:] if argv is None else argv)))
     except UsageError as error:
-        print(f"kvfs bench: {error}", file=sys.stderr)
+        print(f"bench: {error}", file=sys.stderr)
         return 2
     except KvfsError as error:
-        print(f"kvfs bench: {error}", file=sys.stderr)
+        print(f"bench: {error}", file=sys.stderr)
         return 1
 
 

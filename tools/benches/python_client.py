@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import kvfs
-from kvfs.bench.common import BenchError
-from kvfs.bench.native import MISSING, key_of
+from benches.common import BenchError
+from benches.native import MISSING, key_of
 
 _T = TypeVar("_T")
 # native_client begins each page of a block with its number and the page's offset.
@@ -91,7 +91,7 @@ def _exists(client: kvfs.Client, arguments: argparse.Namespace, numbers: list[in
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python_client", description="The driver is `kvfs bench`.")
+    parser = argparse.ArgumentParser(prog="python_client", description="The driver is `tools/bench`.")
     parser.add_argument("command", choices=("get", "exists"))
     for name in ("--mount", "--space"):
         parser.add_argument(name, required=True)

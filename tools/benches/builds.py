@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvfs.bench.common import REPOSITORY, BenchError, Json, needs_program, run_command, say
+from benches.common import REPOSITORY, BenchError, Json, needs_program, run_command, say
 
 WORKTREES = REPOSITORY / "build/compare"
 

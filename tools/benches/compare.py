@@ -31,10 +31,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvfs import signals
-from kvfs.bench.builds import Build, checked_out, here
-from kvfs.bench.calls import calls_an_operation
-from kvfs.bench.common import (
+from benches.builds import Build, checked_out, here
+from benches.calls import calls_an_operation
+from benches.common import (
     DEVICE_COUNT,
     FULL,
     KIB,
@@ -49,11 +48,12 @@ from kvfs.bench.common import (
     run_command,
     say,
 )
-from kvfs.bench.nvme import enclosure
-from kvfs.bench.pairs import Pair, case_document, is_wide, making_orders, render, run_orders, shares
-from kvfs.bench.rig import Kvfs, Side, block_names, disk_files, zram
-from kvfs.bench.run import Parser, chosen
-from kvfs.bench.session import Bench, machine
+from benches.nvme import enclosure
+from benches.pairs import Pair, case_document, is_wide, making_orders, render, run_orders, shares
+from benches.rig import Kvfs, Side, block_names, disk_files, zram
+from benches.run import Parser, chosen
+from benches.session import Bench, machine
+from kvfs import signals
 from kvfs.errors import KvfsError, UsageError
 from kvfs.replay.invent import invent
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from kvfs.bench.common import (
+from benches.common import (
     DEVICE_COUNT,
     GIB,
     KIB,
@@ -36,8 +36,8 @@ from kvfs.bench.common import (
     process_cpu_s,
     rates,
 )
-from kvfs.bench.guest import Guest, Share, children, virtiofsd
-from kvfs.bench.rig import Kvfs, Rig, filesystem, raw_fio
+from benches.guest import Guest, Share, children, virtiofsd
+from benches.rig import Kvfs, Rig, filesystem, raw_fio
 
 OURS = "kvfs"
 # The peer reads devices where a guest asks for O_DIRECT, as kvfs does, in each of its cache modes.

@@ -1,6 +1,6 @@
 """A pool without devices: blocks in segments, the pool's own policy (kvfs/store/eviction.py), and the evictor's budget.
 
-It holds numbers of blocks, all of one size. `kvfs/bench/simulate.py` plays traces over it.
+It holds numbers of blocks, all of one size. `tools/benches/simulate.py` plays traces over it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 
 from kvfs._native import ffi
+
 from kvfs.chains import Chains, ghosts_of
 from kvfs.store.eviction import (
     LEARN_TICKS,

@@ -8,8 +8,8 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from kvfs.bench.common import BenchError, Json, needs_program, number_at, wait_until
-from kvfs.bench.session import Bench
+from benches.common import BenchError, Json, needs_program, number_at, wait_until
+from benches.session import Bench
 
 ATTACH_TIMEOUT_S = 10.0
 FEW, MANY = 0.1, 0.3  # of the operations of a run: a traced call takes many times as long

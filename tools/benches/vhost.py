@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from kvfs.bench.common import (
+from benches.common import (
     DEVICE_COUNT,
     GIB,
     MIB,
@@ -38,8 +38,8 @@ from kvfs.bench.common import (
     process_cpu_s,
     rates,
 )
-from kvfs.bench.guest import children, virtiofsd
-from kvfs.bench.rig import Kvfs, Rig, filesystem
+from benches.guest import children, virtiofsd
+from benches.rig import Kvfs, Rig, filesystem
 
 OURS, PEER = "kvfs", "virtiofsd/ext4"
 FILE = "read"

@@ -12,8 +12,8 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from kvfs.bench.common import KIB, MIB, REPOSITORY, BenchError, Json, MissingError, column_at, parse_json, run_command
-from kvfs.bench.rig import Rig
+from benches.common import KIB, MIB, REPOSITORY, BenchError, Json, MissingError, column_at, parse_json, run_command
+from benches.rig import Rig
 
 NQN = "nqn.2026-11.bench:a"
 SIZE = 64 * MIB  # of what is read

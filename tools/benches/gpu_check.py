@@ -596,7 +596,7 @@ def cufile(report: Report, pool: CheckedPool, client: kvfs.Client, on_gpu: bool)
     places = [("a block's file on the mount", pool.mount / "check" / name[:2] / name)]
     places += [("a device's file", path) for path in pool.devices()[:1]]
     for title, path in places:
-        command = [sys.executable, "-m", "kvfs.bench.gpu_check", "--cufile-read", str(path), str(BLOCK_SIZE)]
+        command = [sys.executable, "-m", "benches.gpu_check", "--cufile-read", str(path), str(BLOCK_SIZE)]
         what = f"libcufile reads {title} into {where}"
         try:
             result = subprocess.run(

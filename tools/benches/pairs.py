@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from kvfs.bench.common import Json, number_at
-from kvfs.bench.report import figure
+from benches.common import Json, number_at
+from benches.report import figure
 from kvfs.status.numbers import table
 
 RESAMPLES = 2000

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvfs.bench.segments import Segments
+from benches.segments import Segments
 from kvfs.replay.invent import Prompts
 
 # As the pool's policy does: a copy must be worth so many times the mean loss by the page, more as the budget runs out.

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
-from kvfs.bench.common import (
+from benches.common import (
     COMMAND_TIMEOUT_S,
     DEVICE_COUNT,
     DIRECTORIES,
@@ -38,7 +38,7 @@ from kvfs.bench.common import (
     run_command,
     wait_until,
 )
-from kvfs.bench.session import Bench
+from benches.session import Bench
 from kvfs.doctor import FUSE_RINGS_PATH
 from kvfs.errors import KvfsError
 

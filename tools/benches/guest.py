@@ -9,7 +9,7 @@ Commands and files go through virtio serial ports, each served by one shell in t
 at once. Everything has a deadline; a guest that nobody ends is ended by `timeout`. KVM is never used: where it is
 nested, it may hang.
 
-    python -m kvfs.bench.guest [--virtiofs SOCKET[,TAG]]... COMMAND...
+    python -m benches.guest [--virtiofs SOCKET[,TAG]]... COMMAND...
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Self
 
-from kvfs.bench.common import REPOSITORY, MissingError, needs_program, run_command, wait_until
+from benches.common import REPOSITORY, MissingError, needs_program, run_command, wait_until
 from kvfs.errors import DeadlineError, KvfsError
 
 CACHE = REPOSITORY / "build/vm"

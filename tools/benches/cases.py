@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvfs.bench.common import (
+from benches.common import (
     DEVICE_COUNT,
     KIB,
     MIB,
@@ -28,7 +28,7 @@ from kvfs.bench.common import (
     say,
     wait_until,
 )
-from kvfs.bench.native import (
+from benches.native import (
     case_native_exists,
     case_native_latency,
     case_native_processes,
@@ -39,13 +39,13 @@ from kvfs.bench.native import (
     exists_among,
     key_path,
 )
-from kvfs.bench.nvme import case_nvme
-from kvfs.bench.replay import case_replay
-from kvfs.bench.report import size_text
-from kvfs.bench.rig import Kvfs, Rig, Side
-from kvfs.bench.slab import case_slab
-from kvfs.bench.vhost import case_vhost
-from kvfs.bench.virtiofs import case_virtiofs
+from benches.nvme import case_nvme
+from benches.replay import case_replay
+from benches.report import size_text
+from benches.rig import Kvfs, Rig, Side
+from benches.slab import case_slab
+from benches.vhost import case_vhost
+from benches.virtiofs import case_virtiofs
 
 # ---- the cases ----
 

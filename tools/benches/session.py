@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from kvfs.bench.common import HUGE_PAGES, JSON_VERSION, Json, MissingError, Row, Scale, parse_json, run_command, say
-from kvfs.bench.report import row_text
+from benches.common import HUGE_PAGES, JSON_VERSION, Json, MissingError, Row, Scale, parse_json, run_command, say
+from benches.report import row_text
 from kvfs.errors import KvfsError
 
 

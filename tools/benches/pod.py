@@ -1,6 +1,6 @@
 """A pod without devices: nodes with segments of their own, and the news between them.
 
-A node stores its misses into its own segments, and evicts from them alone (kvfs/bench/segments.py). It knows its own
+A node stores its misses into its own segments, and evicts from them alone (tools/benches/segments.py). It knows its own
 blocks at once, and others' from news, which every node hears after the same delay. So one map stands for the maps of
 all nodes. Nothing takes time but news: neither reads nor stores.
 
@@ -19,7 +19,7 @@ from functools import partial
 from random import Random
 from typing import NamedTuple
 
-from kvfs.bench.segments import Segments
+from benches.segments import Segments
 from kvfs.replay.invent import Trace
 
 

@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import cast
 
 import kvfs
-from kvfs.bench.common import MIB, BenchError, Json, MissingError, needs_root, number_at, process_cpu_s, say, wait_until
-from kvfs.bench.pairs import interval
-from kvfs.bench.rig import Kvfs
-from kvfs.bench.run import Parser
+from benches.common import MIB, BenchError, Json, MissingError, needs_root, number_at, process_cpu_s, say, wait_until
+from benches.pairs import interval
+from benches.rig import Kvfs
+from benches.run import Parser
 from kvfs.client.client import Client
 from kvfs.errors import KvfsError
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
-from kvfs.bench.common import (
+from benches.common import (
     DEVICE_COUNT,
     HUGE_PAGES,
     KIB,
@@ -24,7 +24,7 @@ from kvfs.bench.common import (
     rates,
     run_command,
 )
-from kvfs.bench.rig import Kvfs, Rig, Side
+from benches.rig import Kvfs, Rig, Side
 
 DEPTH = 32
 ENGINES = ("libaio", "io_uring")

@@ -1,5 +1,5 @@
 """The script that users of engines run today beside a cache of plain files. When the filesystem is fuller than one
-mark, it deletes the least recently used files until another mark. The driver is `kvfs bench`.
+mark, it deletes the least recently used files until another mark. The driver is `tools/bench`.
 
 It looks twenty times a second, far more often than those scripts do. It has the filesystem settle the deletions, so
 that a peer is not held against kvfs for writes that find no room.
@@ -51,7 +51,7 @@ def sweep(directory: Path, high: float, low: float) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="janitor", description="The driver is `kvfs bench`.")
+    parser = argparse.ArgumentParser(prog="janitor", description="The driver is `tools/bench`.")
     parser.add_argument("directory", type=Path)
     parser.add_argument("--high", type=float, default=0.9)
     parser.add_argument("--low", type=float, default=0.8)

@@ -1,7 +1,0 @@
-"""python -m kvfs.bench"""
-
-import sys
-
-from kvfs.cli import main
-
-sys.exit(main(["bench", *sys.argv[1:]]))
