@@ -25,7 +25,6 @@ from csi_client import Client, message
 from kvfs.csi import messages as ours
 from kvfs.csi.messages import EncodingError
 
-pytestmark = pytest.mark.slow
 TIMEOUT_S = 5
 WRITER, READER = 5, 3
 
@@ -354,6 +353,7 @@ def test_the_plugin_s_memory_is_bounded(live: Node) -> None:
 # The daemon ends, stops, comes back.
 
 
+@pytest.mark.slow
 def test_a_bind_of_an_ended_daemon_is_replaced_by_the_new_one_s(own: Node) -> None:
     target = own.target()
     own.publish(target)
@@ -379,6 +379,7 @@ def test_a_bind_of_an_ended_daemon_is_replaced_by_the_new_one_s(own: Node) -> No
     assert not target.exists() and not mounts_at(target)
 
 
+@pytest.mark.slow
 def test_a_mount_that_does_not_answer_is_unavailable_within_the_deadline(own: Node) -> None:
     target, later = own.target(), own.target()
     own.publish(target)
@@ -402,6 +403,7 @@ def test_a_mount_that_does_not_answer_is_unavailable_within_the_deadline(own: No
     assert len(mounts_at(later)) == 1
 
 
+@pytest.mark.slow
 def test_a_path_without_a_mount_is_not_ready(own: Node) -> None:
     own.pool.umount()
     assert not own.client.call("Probe").ready.value
