@@ -325,7 +325,7 @@ def _io_uring() -> Iterator[Check]:
         ring = _Ring()
     except OSError as error:
         found = f"io_uring_setup: {error.strerror}; kernel.io_uring_disabled = {disabled}"
-        yield Check("io_uring", "missing", found, enable, required=True)
+        yield Check("io_uring", "note", f"{found}: device I/O goes by threads, which cost more", enable)
         return
     try:
         missing = ring.missing_operations()
@@ -353,9 +353,11 @@ def _memlock() -> Iterator[Check]:
         if not rings:
             yield Check("memlock", "note", f"limit {text}; not tried: no io_uring")
             return
-        action = "LimitMEMLOCK=infinity in the unit, or '* - memlock unlimited' in /etc/security/limits.conf"
-        found = f"limit {text}; ring {len(rings) + 1} of {RING_COUNT}: {error.strerror}"
-        yield Check("memlock", "missing", found, action, required=True)
+        action = (
+            "CAP_IPC_LOCK for a container; LimitMEMLOCK=infinity in the unit, or '* - memlock unlimited' in limits.conf"
+        )
+        found = f"limit {text}; ring {len(rings) + 1} of {RING_COUNT}: {error.strerror}: rings are smaller, or threads"
+        yield Check("memlock", "note", found, action)
         return
     finally:
         for ring in rings:

@@ -835,6 +835,12 @@ class Plane:
         lib.kvfs_statistics_get(self._plane, out)
         return {name: getattr(out, name) for name in _STATISTICS}
 
+    def rings(self) -> str:
+        """The way of device I/O: "io_uring", or "threads (...)" and why."""
+        out = ffi.new("char[]", 512)
+        lib.kvfs_rings_tell(self._plane, out, 512)
+        return cast(str, ffi.string(out).decode())
+
     def found_ages(self) -> list[int]:
         """Blocks asked for and found, by the time since they were written: [0] within a second, [i] below 2**i s."""
         out = ffi.new("struct kvfs_statistics *")
@@ -863,8 +869,7 @@ class Plane:
         _check(lib.kvfs_device_stop(self._plane, device), f"device {device}")
 
     def device_use(self, device: int) -> None:
-        """I/O goes to where the device's descriptor leads now. Blocks if the storage below the device does: call it in
-        a thread."""
+        """I/O goes to where the device's descriptor leads now. Blocks if the device does: for a thread."""
         result = lib.kvfs_device_use(self._plane, device)
         if result < 0:
             error = PlaneError(f"device {device}: {ffi.string(lib.kvfs_plane_error()).decode(errors='replace')}")
@@ -886,14 +891,8 @@ class Plane:
 
 
 def _runs(runs: Sequence[Run]) -> object:
-    array = ffi.new("struct kvfs_run[]", len(runs))
-    for i, run in enumerate(runs):
-        place = array[i]
-        place.generation = run.generation
-        place.segment = run.segment
-        place.page = run.page
-        place.page_count = run.page_count
-    return array
+    fields = ("generation", "segment", "page", "page_count")
+    return ffi.new("struct kvfs_run[]", [{name: getattr(run, name) for name in fields} for run in runs])
 
 
 # Megabytes that a job fills only in part need not be cleared first.

@@ -33,7 +33,10 @@ _owed: list[object] = []
 
 @dataclass(frozen=True, slots=True)
 class ClientStatistics:
-    """struct kvfs_client_statistics: totals since the connection was made. Sizes are bytes, the rest are counts."""
+    """struct kvfs_client_statistics: totals since the connection was made. Sizes are bytes, the rest are counts.
+
+    rings: what device I/O goes by: "io_uring"; or "threads (...)", and why io_uring does not serve.
+    """
 
     lookups: int
     hits: int
@@ -52,11 +55,11 @@ class ClientStatistics:
     prestage_wasted: int
     reconnects: int
     busy: int
+    rings: str
 
 
-assert list(ClientStatistics.__dataclass_fields__) == [
-    name for name, _ in ffi.typeof("struct kvfs_client_statistics").fields
-]
+_COUNTED = [name for name, _ in ffi.typeof("struct kvfs_client_statistics").fields]
+assert list(ClientStatistics.__dataclass_fields__) == [*_COUNTED, "rings"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,7 +324,11 @@ class Library:
         out = ffi.new("struct kvfs_client_statistics *")
         with self as handle:
             check(lib.kvfs_client_statistics_get(handle, out), self.name)
-        return ClientStatistics(**{name: getattr(out, name) for name in ClientStatistics.__dataclass_fields__})
+            rings = ffi.new("char[]", 512)
+            check(lib.kvfs_client_rings(handle, rings, 512), self.name)
+        found = {name: getattr(out, name) for name in _COUNTED}
+        found["rings"] = ffi.string(rings).decode()
+        return ClientStatistics(**found)
 
     def information(self) -> ClientInformation:
         out = ffi.new("struct kvfs_client_information *")

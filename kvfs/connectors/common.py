@@ -470,8 +470,9 @@ class Connection:
                 self._warned.clear()
                 word = "is back" if self._started else "is connected"
                 self._logger.info(
-                    "kvfs for %s: %s, namespace %s, %s", self._engine, self.options.mount, self.space, word
-                )
+                    "kvfs for %s: %s, namespace %s, %s%s",
+                    self._engine, self.options.mount, self.space, word, self._rings(),
+                )  # fmt: skip
             elif state is State.READING:
                 self._logger.warning(
                     "kvfs for %s: %s: the daemon is away (%s): blocks are read, none is stored until it is back",
@@ -484,6 +485,14 @@ class Connection:
                     self._engine, self.options.mount, reason,
                 )  # fmt: skip
             self._started = True
+
+    def _rings(self) -> str:
+        """For the message that it is up: what it goes by, where that is not io_uring."""
+        try:
+            rings = self._link.client.statistics().rings if self._link is not None else "io_uring"
+        except (KvfsError, OSError):
+            return ""
+        return "" if rings == "io_uring" else f"; device I/O goes by {rings}"
 
     def _keep(self) -> None:
         """Until kvfs is up again: the only place that connects anew."""

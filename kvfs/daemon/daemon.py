@@ -218,6 +218,8 @@ class Daemon:
             log.info("pool %s mounted at %s by pid %d", pool, self._mountpoint, os.getpid())
         for export in self._options.exports:
             log.info("pool %s exported at %s by pid %d", pool, export.socket, os.getpid())
+        rings = self._store.plane.rings()
+        log.log(logging.INFO if rings == "io_uring" else logging.WARNING, "device I/O goes by %s", rings)
         for note in self._store.notes:
             log.warning("%s", note)
 
@@ -342,6 +344,7 @@ class Daemon:
         found = live_status(self._store, counters, self._options.pool, self._mounts(), exports, self._started_s)
         if self._stop.is_set() or self._gone.is_set():
             found["pool"] = {**cast(dict[str, object], found["pool"]), "state": "ending"}
+        found["rings"] = self._store.plane.rings()
         if self._made is not None:
             found["mount_device"] = self._made.device
         if self._pod is not None:

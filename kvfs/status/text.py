@@ -177,6 +177,8 @@ def render_status(status: Json) -> str:
     for export in items(status, "exports"):
         guest = "connected" if number(export, "connected") else "waiting for a front end"
         lines.append(f"export: {export.get('socket')} (tag {export.get('tag')}): {guest}")
+    if "rings" in status:
+        lines.append(f" rings: {status['rings']}")
     notes = advice(status)
     lines.append(f"advice: {notes[0] if notes else 'nothing to do'}")
     lines += [f"        {note}" for note in notes[1:]]

@@ -263,6 +263,8 @@ struct kvfs_client_statistics {
     uint64_t reconnects, busy;                          /* busy: buffers that devices still own */
 };
 int kvfs_client_statistics_get(struct kvfs_client *client, struct kvfs_client_statistics *out);
+/* The way of this client's device I/O: "io_uring"; or "threads (...)", and why io_uring does not serve. */
+int kvfs_client_rings(struct kvfs_client *client, char *out, uint32_t capacity);
 
 #ifdef __cplusplus
 }

@@ -598,6 +598,8 @@ void kvfs_statistics_get(struct kvfs_plane *plane, struct kvfs_statistics *out);
 /* The last news of an NVMe/TCP device's connection, as a message. Returns 1 if the device can be used, else 0; for other kinds of device 1
  * and "". */
 int kvfs_device_message(struct kvfs_plane *plane, uint32_t device, char *out, uint32_t capacity);
+/* The way of device I/O: "io_uring"; or "threads (...)", and why. */
+void kvfs_rings_tell(struct kvfs_plane *plane, char *out, uint32_t capacity);
 int kvfs_device_statistics_get(struct kvfs_plane *plane, uint32_t device, struct kvfs_device_statistics *out);
 /* operation: 0 lookup, 1 open, 2 read, 3 write, 4 forwarded. */
 int kvfs_latency_get(struct kvfs_plane *plane, uint32_t operation, struct kvfs_latency *out);

@@ -146,7 +146,7 @@ static int memory_build(struct kvfs_plane *plane) {
     return kvfs_names_create(&plane->names) < 0 ? fail(-ENOMEM, "no memory for names") : 0;
 }
 
-static int threads_start(struct kvfs_plane *plane, const int *device_fds) {
+static int workers_start(struct kvfs_plane *plane, const int *device_fds) {
     char reason[NVME_REASON];
     int r = nvme_hosts_start(&plane->array, device_fds, true, reason, sizeof(reason));
     if (r < 0)
@@ -154,14 +154,7 @@ static int threads_start(struct kvfs_plane *plane, const int *device_fds) {
     r = pool_start(plane, &plane->store, plane->config.store_threads);
     if (r == 0)
         r = fuse_start(plane);
-    if (r == -ENOMEM)
-        return fail(r, "io_uring: no memory to lock; raise the memlock limit (ulimit -l)");
-    if (r < 0)
-        return fail(r, "io_uring: %s%s", strerror(-r),
-                    r == -EPERM    ? "; set /proc/sys/kernel/io_uring_disabled to 0 (sysctl kernel.io_uring_disabled=0)"
-                    : r == -ENOSYS ? "; it needs Linux 5.11 or newer with CONFIG_IO_URING, and a container whose seccomp profile allows it"
-                                   : "");
-    return 0;
+    return r < 0 ? fail(r, "rings: %s%s", strerror(-r), ring_advice(r)) : 0;
 }
 
 int kvfs_plane_create(const struct kvfs_plane_config *config, const int *device_fds, const uint64_t *zones_offset, const struct kvfs_member *members,
@@ -180,7 +173,7 @@ int kvfs_plane_create(const struct kvfs_plane_config *config, const int *device_
     if (r == 0)
         r = memory_build(plane);
     if (r == 0)
-        r = threads_start(plane, device_fds);
+        r = workers_start(plane, device_fds);
     if (r < 0) {
         kvfs_plane_destroy(plane);
         return r;
@@ -243,10 +236,12 @@ void kvfs_plane_destroy(struct kvfs_plane *plane) {
         kvfs_table_destroy(plane->table);
     reservations_free(plane);
     kvfs_names_destroy(plane->names);
-    arena_free(&plane->staging);
-    arena_free(&plane->staging_small);
-    arena_free(&plane->reading);
-    arena_free(&plane->reading_small);
+    if (!threads_busy(&plane->array)) { /* else a thread may still read into it: the process ends soon */
+        arena_free(&plane->staging);
+        arena_free(&plane->staging_small);
+        arena_free(&plane->reading);
+        arena_free(&plane->reading_small);
+    }
     events_free(&plane->events);
     kvfs_chains_destroy(plane->chains);
     free(plane->uses);
@@ -311,6 +306,8 @@ void kvfs_statistics_get(struct kvfs_plane *plane, struct kvfs_statistics *out) 
     out->staging_short = staging_is_short(plane);
     out->open_bytes = atomic_load(&plane->open_bytes);
 }
+
+void kvfs_rings_tell(struct kvfs_plane *plane, char *out, uint32_t capacity) { ring_tell(&plane->array, out, capacity); }
 
 int kvfs_device_statistics_get(struct kvfs_plane *plane, uint32_t device, struct kvfs_device_statistics *out) {
     if (device >= plane->config.device_count)

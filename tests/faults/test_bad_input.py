@@ -560,32 +560,15 @@ os.execv(sys.argv[3], sys.argv[3:])
 _IO_URING_SETUP = 425
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EPERM], ids=["ENOSYS", "EPERM"])
-def test_no_io_uring(pool: Pool, number: int) -> None:
-    """As in a container whose seccomp profile forbids it, or a kernel that has none: says how to enable it."""
-    if os.uname().machine != "x86_64":
-        pytest.skip("the filter is for x86_64")
-    with nothing_changes(pool.base):
-        filtered = (sys.executable, "-c", _WITHOUT_CALL, str(_IO_URING_SETUP), str(number))
-        result = run(*filtered, *mount_command(pool), check=False)
-        error = assert_refused((result.returncode, result.stdout, result.stderr), "io_uring", status=(1,))
-        assert "io_uring_disabled" in error or "seccomp" in error, f"does not say how to enable it: {error}"
-    still_mounts(pool)
-
-
 def test_too_little_locked_memory(pool: Pool) -> None:
-    """Without CAP_IPC_LOCK and with RLIMIT_MEMLOCK at 0, kvfs mounts and works, or says so in one line."""
+    """Without CAP_IPC_LOCK and with RLIMIT_MEMLOCK at 0: kvfs mounts and works, by small rings or by threads."""
     helpers.requires_program("setpriv")
     without = "-ipc_lock,-sys_resource"
     less = ("prlimit", "--memlock=0:0", "setpriv", f"--bounding-set={without}", f"--inh-caps={without}")
     result = run(*less, *mount_command(pool), check=False)
-    if result.returncode == 0:
-        write_file(pool.mount / "a", content(3 * MIB))
-        assert read_file(pool.mount / "a") == content(3 * MIB)
-    else:
-        error = assert_refused((result.returncode, result.stdout, result.stderr), status=(1,))
-        assert "memlock" in error.lower() or "locked memory" in error.lower(), error
+    assert result.returncode == 0, result.stderr
+    write_file(pool.mount / "a", content(3 * MIB))
+    assert read_file(pool.mount / "a") == content(3 * MIB)
 
 
 def test_too_little_memory_for_staging_is_said(pool: Pool) -> None:

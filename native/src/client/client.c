@@ -63,6 +63,11 @@ int client_open(const char *path, const char *pool, uint64_t base, const char *s
     strcpy(client->path, path);
     strcpy(client->pool, pool);
     int r = connection_open(client, &client->connection);
+    struct lane *lane;
+    if (r == 0 && (r = lane_take(client, client->connection, &lane)) < 0) /* a client that can do no I/O is none */
+        connection_put(client->connection);
+    if (r == 0)
+        lane_give(lane);
     if (r < 0) {
         free(client->hits);
         free(client);

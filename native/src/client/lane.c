@@ -30,10 +30,7 @@ int lane_take(struct kvfs_client *client, struct connection *connection, struct 
             connection->lane_count--;
             pthread_cond_signal(&connection->lane_idle);
             pthread_mutex_unlock(&connection->lock);
-            return client_fail(r, "%s: io_uring: %s%s", client->path, strerror(-r),
-                               r == -ENOMEM  ? "; raise the memlock limit (ulimit -l)"
-                               : r == -EPERM ? "; set /proc/sys/kernel/io_uring_disabled to 0"
-                                             : "");
+            return client_fail(r, "%s: rings: %s%s", client->path, strerror(-r), ring_advice(r));
         }
         lane->connection = connection;
     }

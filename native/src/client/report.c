@@ -38,6 +38,15 @@ int kvfs_client_statistics_get(struct kvfs_client *client, struct kvfs_client_st
     return 0;
 }
 
+int kvfs_client_rings(struct kvfs_client *client, char *out, uint32_t capacity) {
+    if (client->pid != getpid())
+        return client_fail(-ECHILD, "%s: connected by process %d", client->path, (int)client->pid);
+    pthread_mutex_lock(&client->lock);
+    ring_tell(&client->connection->array, out, capacity);
+    pthread_mutex_unlock(&client->lock);
+    return 0;
+}
+
 /* ---- to a put ---- */
 
 /* With the lock. */

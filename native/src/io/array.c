@@ -11,6 +11,7 @@
 
 #include "io/nvme/generic.h"
 #include "io/nvme/tcp.h"
+#include "io/ring.h"
 
 int array_init(struct kvfs_array *array, const struct geometry *geometry, uint32_t device_count) {
     uint64_t members = (uint64_t)geometry->segment_count * geometry->stripe_width;
@@ -25,6 +26,7 @@ int array_init(struct kvfs_array *array, const struct geometry *geometry, uint32
 }
 
 void array_free(struct kvfs_array *array) {
+    threads_free(array);
     free(array->segment_busy);
     free(array->members);
     free(array->devices);

@@ -7,6 +7,7 @@
 
 struct nvme_host;
 struct nvme_remote;
+struct threads;
 
 struct ring;
 struct io_part;
@@ -50,9 +51,12 @@ struct kvfs_array {
     atomic_uint devices_changed; /* counts kvfs_device_use; each ring then registers the files again */
     uint32_t inline_max;         /* I/O of a RAM disk is done inline up to this size */
     bool fail_fast;
-    bool passthrough;             /* some device has it: rings have large entries */
-    atomic_ullong stuck_until_ns; /* a device missed a deadline: for the time of ten, no read goes to a guest's own pages */
-    atomic_ullong orphans;        /* I/Os that missed their deadline and have not come back */
+    bool passthrough;                  /* some device has it: rings have large entries */
+    atomic_ullong stuck_until_ns;      /* a device missed a deadline: for the time of ten, no read goes to a guest's own pages */
+    atomic_ullong orphans;             /* I/Os that missed their deadline and have not come back */
+    atomic_uint rings[2];              /* made since the start: by io_uring, by threads */
+    atomic_uint refused;               /* why not by io_uring: -errno << 2 | enum ring_step, as first seen; or 0 */
+    _Atomic(struct threads *) threads; /* io/threads.c: from the first ring of that kind on */
     /* Callbacks from any thread, or NULL. on_error: I/O of a device ended with -error. on_message: an NVMe/TCP device has a new message. */
     void (*on_error)(struct kvfs_array *array, uint32_t device, int error);
     void (*on_message)(struct kvfs_array *array, uint32_t device);

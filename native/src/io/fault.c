@@ -58,9 +58,7 @@ static void start(struct ring *ring, struct io_part *part) {
         return;
     }
     part->ops = &uring_ops;
-    struct io_uring_sqe *sqe = ring_sqe(ring);
-    io_uring_prep_nop(sqe);
-    io_uring_sqe_set_data(sqe, part);
+    ring_nop(ring, part);
 }
 
 const struct device_ops fault_ops = {.start = start, .cancel = uring_cancel};

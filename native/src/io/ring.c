@@ -3,25 +3,43 @@
  * A group is one run of a segment's pages. It becomes one part, a vectored I/O, on each device of the stripe that it touches. A group that
  * misses its deadline is reported at once and cancelled. Its memory stays the kernel's until every part has been reaped (I5).
  */
-#include "base/descriptor.h"
 #include "io/ring.h"
 
 #include <poll.h>
+#include <stdio.h>
 
 /* A device that missed a deadline gets no I/O for the time of so many deadlines. Until then the daemon has judged it. */
 #define STUCK_FACTOR 4u
-
-__attribute__((noinline)) int kvfs_own_descriptor(int fd) { return descriptor_above(fd); }
-__attribute__((noinline)) void kvfs_own_thread(void) {}
+/* A ring of fewer entries is not tried where memory that may be locked does not suffice. */
+#define ENTRIES_MIN 32u
+#define PROOF_S 5
 
 /* The kernel may give a new ring the memory of one that another thread has freed. liburing maps and unmaps it unseen by the thread sanitizer, so the
  * order of the two is said here. */
 static atomic_uint rings_freed;
 
-static int setup(struct ring *ring, struct kvfs_array *array, unsigned entries, bool wide) {
-    memset(ring, 0, sizeof(*ring));
-    ring->array = array;
+/* io_uring_enter alone may be denied, too: one operation that does nothing goes the whole way. */
+static int proved(struct ring *ring) {
+    struct __kernel_timespec ts = {.tv_sec = PROOF_S};
+    struct io_uring_cqe *cqe;
+    struct io_uring_sqe *sqe = io_uring_get_sqe(&ring->uring);
+    if (ring->array->passthrough || ring->uring.flags & IORING_SETUP_SQE128)
+        memset(sqe, 0, 2 * sizeof(*sqe));
+    io_uring_prep_nop(sqe);
+    sqe->user_data = RING_CANCELS;
+    int r = io_uring_submit(&ring->uring);
+    if (r >= 0)
+        r = io_uring_wait_cqe_timeout(&ring->uring, &cqe, &ts);
+    if (r < 0)
+        return r;
+    io_uring_cqe_seen(&ring->uring, cqe);
+    return 0;
+}
+
+static int uring_make(struct ring *ring, unsigned entries, bool wide, enum ring_step *step) {
+    struct kvfs_array *array = ring->array;
     struct io_uring_params params = {.flags = IORING_SETUP_CQSIZE | IORING_SETUP_COOP_TASKRUN | IORING_SETUP_CLAMP, .cq_entries = entries * 4};
+    *step = RING_SETUP;
     if (array->passthrough)
         params.flags |= IORING_SETUP_CQE32;
     if (array->passthrough || wide)
@@ -40,31 +58,50 @@ static int setup(struct ring *ring, struct kvfs_array *array, unsigned entries, 
     ring->uring.ring_fd = kvfs_own_descriptor(ring->uring.ring_fd);
     if (same)
         ring->uring.enter_ring_fd = ring->uring.ring_fd;
-    if (ring->uring.ring_fd < 0) {
-        r = -errno;
-        ring->array = NULL;
-        io_uring_queue_exit(&ring->uring);
-        return r;
-    }
-    ring->devices_seen = atomic_load(&array->devices_changed);
     int *fds = calloc(array->device_count, sizeof(int));
-    ring->delayed = calloc(RING_DELAYED_MAX, sizeof(*ring->delayed));
-    if (!fds || !ring->delayed) {
-        free(fds);
-        free(ring->delayed);
-        ring->array = NULL;
-        io_uring_queue_exit(&ring->uring);
-        return -ENOMEM;
-    }
-    for (uint32_t i = 0; i < array->device_count; i++)
+    if (ring->uring.ring_fd < 0)
+        r = -errno;
+    else if (!fds)
+        r = -ENOMEM;
+    for (uint32_t i = 0; fds && i < array->device_count; i++)
         fds[i] = array->devices[i].fd;
-    r = io_uring_register_files(&ring->uring, fds, array->device_count);
+    if (r >= 0) {
+        *step = RING_REGISTER;
+        r = io_uring_register_files(&ring->uring, fds, array->device_count);
+    }
     free(fds);
+    if (r >= 0) {
+        *step = RING_ENTER;
+        r = proved(ring);
+    }
     if (r < 0) {
         io_uring_queue_exit(&ring->uring);
-        free(ring->delayed);
-        ring->array = NULL;
+        memset(&ring->uring, 0, sizeof(ring->uring));
     }
+    return r;
+}
+
+/* By io_uring, or by threads where that is denied, or where memory that may be locked does not suffice for a small ring. */
+static int setup(struct ring *ring, struct kvfs_array *array, unsigned entries, bool wide) {
+    enum ring_step step;
+    memset(ring, 0, sizeof(*ring));
+    ring->array = array;
+    ring->devices_seen = atomic_load(&array->devices_changed);
+    ring->delayed = calloc(RING_DELAYED_MAX, sizeof(*ring->delayed));
+    int r = ring->delayed ? uring_make(ring, entries, wide, &step) : -ENOMEM;
+    while (ring->delayed && r == -ENOMEM && entries > ENTRIES_MIN)
+        r = uring_make(ring, entries /= 2, wide, &step);
+    if (ring->delayed && (r == -EPERM || r == -EACCES || r == -ENOSYS || r == -ENOMEM)) {
+        unsigned none = 0;
+        atomic_compare_exchange_strong(&array->refused, &none, (unsigned)-r << 2 | step);
+        r = array->passthrough ? -EOPNOTSUPP : threads_ring_init(ring);
+    }
+    if (r >= 0) {
+        atomic_fetch_add(&array->rings[ring->threads != NULL], 1);
+        return 0;
+    }
+    free(ring->delayed);
+    ring->array = NULL;
     return r;
 }
 
@@ -72,9 +109,36 @@ int ring_init(struct ring *ring, struct kvfs_array *array, unsigned entries) { r
 
 int ring_init_wide(struct ring *ring, struct kvfs_array *array, unsigned entries) { return setup(ring, array, entries, true); }
 
+void ring_tell(struct kvfs_array *array, char *out, uint32_t capacity) {
+    static const char *const calls[] = {[RING_SETUP] = "io_uring_setup", [RING_REGISTER] = "io_uring_register", [RING_ENTER] = "io_uring_enter"};
+    const unsigned refused = atomic_load(&array->refused), by_uring = atomic_load(&array->rings[0]), by_threads = atomic_load(&array->rings[1]);
+    uint32_t failed, count = threads_count(array, &failed);
+    if (!by_threads)
+        snprintf(out, capacity, "io_uring");
+    else
+        snprintf(out, capacity, "%s (%s: %s): %u of them%s", by_uring ? "threads beside io_uring" : "threads", calls[refused & 3],
+                 strerror((int)(refused >> 2)), count, failed ? "; more were refused: raise pids.max or ulimit -u" : "");
+}
+
+const char *ring_advice(int error) {
+    switch (error) {
+    case -EOPNOTSUPP:
+        return "; io_uring is denied or has no memory to lock, and NVMe passthrough (ng:) needs it: allow io_uring in the seccomp profile, "
+               "give CAP_IPC_LOCK or more memlock, set kernel.io_uring_disabled=0, or name the block device";
+    case -EAGAIN:
+        return "; io_uring is denied, and no thread could be made instead: raise pids.max of the cgroup or the limit of processes (ulimit -u)";
+    case -ENOMEM: return "; io_uring has no memory to lock: give CAP_IPC_LOCK, or raise the memlock limit (ulimit -l)";
+    case -EPERM:
+    case -ENOSYS: return "; io_uring is denied: by a seccomp profile, or by kernel.io_uring_disabled";
+    default: return "";
+    }
+}
+
 /* Register again, as descriptors may lead elsewhere now. The kernel keeps a replaced file until its I/O has ended. */
 static void files_renew(struct ring *ring, uint32_t changed) {
-    for (uint32_t i = 0; i < ring->array->device_count; i++)
+    if (ring->threads)
+        threads_renew(ring->array);
+    for (uint32_t i = 0; i < ring->array->device_count && !ring->threads; i++)
         io_uring_register_files_update(&ring->uring, i, &ring->array->devices[i].fd, 1);
     ring->devices_seen = changed;
 }
@@ -87,7 +151,10 @@ void ring_free(struct ring *ring) {
     if (ring->beside)
         ring->beside->free(ring);
     atomic_fetch_add(&rings_freed, 1);
-    io_uring_queue_exit(&ring->uring);
+    if (ring->threads)
+        threads_ring_free(ring);
+    else
+        io_uring_queue_exit(&ring->uring);
     while (ring->free) {
         struct io_group *next = ring->free->next;
         free(ring->free);
@@ -132,6 +199,16 @@ struct io_uring_sqe *ring_sqe(struct ring *ring) {
     }
     ring->queued++;
     return sqe;
+}
+
+void ring_nop(struct ring *ring, struct io_part *part) {
+    if (ring->threads) {
+        threads_nop(ring, part);
+        return;
+    }
+    struct io_uring_sqe *sqe = ring_sqe(ring);
+    io_uring_prep_nop(sqe);
+    io_uring_sqe_set_data(sqe, part);
 }
 
 /* Cut the run into pieces by stripe unit, each on one device. The pieces of a device are one run there, and become one part. */
@@ -416,7 +493,7 @@ static void expire(struct ring *ring) {
     }
 }
 
-uint32_t ring_reap(struct ring *ring) {
+static uint32_t uring_reap(struct ring *ring) {
     uint32_t seen = 0;
     struct io_uring_cqe *cqe;
     while (io_uring_peek_cqe(&ring->uring, &cqe) == 0) {
@@ -439,6 +516,23 @@ uint32_t ring_reap(struct ring *ring) {
                 ring_part_complete(ring, part, result);
         }
     }
+    return seen;
+}
+
+static uint32_t homes_reap(struct ring *ring) {
+    uint32_t seen = 0;
+    for (struct io_part *part = threads_take(ring), *next; part; part = next ? next : threads_take(ring)) {
+        int result = part->error;
+        next = part->next;
+        part->error = 0;
+        seen++;
+        ring_part_complete(ring, part, result);
+    }
+    return seen;
+}
+
+uint32_t ring_reap(struct ring *ring) {
+    uint32_t seen = ring->threads ? homes_reap(ring) : uring_reap(ring);
     if (ring->beside)
         seen += ring->beside->reap(ring);
     if (ring->delayed_count) {
@@ -469,6 +563,12 @@ void ring_wait(struct ring *ring, uint64_t timeout_ns) {
     }
     if (ring->beside)
         timeout_ns = ring->beside->timeout(ring, timeout_ns);
+    if (ring->threads) {
+        if (ring->beside)
+            ring->beside->submit(ring);
+        threads_wait(ring, timeout_ns);
+        return;
+    }
     struct __kernel_timespec ts = {.tv_sec = (long long)(timeout_ns / 1000000000u), .tv_nsec = (long long)(timeout_ns % 1000000000u)};
     struct io_uring_cqe *cqe;
     int r = io_uring_submit_and_wait_timeout(&ring->uring, &cqe, 1, &ts, NULL);
@@ -479,6 +579,10 @@ void ring_wait(struct ring *ring, uint64_t timeout_ns) {
 void ring_poll(struct ring *ring, int fd, uint32_t tag, bool edges) {
     if (ring->armed & (1u << tag))
         return;
+    if (ring->threads) {
+        threads_poll(ring, fd, tag, edges);
+        return;
+    }
     struct io_uring_sqe *sqe = ring_sqe(ring);
     if (edges)
         io_uring_prep_poll_multishot(sqe, fd, POLLIN);

@@ -14,6 +14,8 @@
 #define GROUP_BYTES ((uint64_t)2 << 20)
 
 struct ring;
+struct ring_threads;
+struct thread_file;
 struct io_group;
 /* Called twice for a group that missed its deadline: at first group->expired is set (answer now, the memory is still the device's), later
  * `reaped` is true. */
@@ -39,8 +41,10 @@ struct io_part {
     struct nvme_remote *remote;
     uint16_t commands_left; /* this and the following: of NVMe devices, while the part is under way */
     int error;
-    struct io_part *next; /* NVMe/TCP (io/nvme/queue.c) */
-    uint32_t begun;       /* bytes that commands cover */
+    struct io_part *next;     /* of an NVMe/TCP queue (io/nvme/queue.c), or of threads (io/threads.c) */
+    uint32_t begun;           /* bytes that commands cover */
+    struct thread_file *file; /* io/threads.c: what the device's descriptor led to when the part began */
+    struct ring_threads *home;
 };
 struct io_group {
     struct io_group *next, *previous; /* in flight, by deadline */
@@ -65,8 +69,11 @@ struct ring_beside {
     uint64_t (*timeout)(struct ring *ring, uint64_t timeout_ns);
     void (*free)(struct ring *ring);
 };
+/* The call of io_uring that was refused. */
+enum ring_step { RING_SETUP, RING_REGISTER, RING_ENTER };
 struct ring {
     struct io_uring uring;
+    struct ring_threads *threads; /* the ring goes by threads (io/threads.c), and `uring` is not made; or NULL */
     struct kvfs_array *array;
     struct io_group *oldest, *newest; /* the first and the last to expire */
     struct io_group *free;
@@ -104,7 +111,8 @@ void ring_part_complete(struct ring *ring, struct io_part *part, int result);
 /* Let the part end with this result in a later reap. False: too many wait. */
 bool ring_part_delay(struct ring *ring, struct io_part *part, uint64_t due_ns, int result);
 void uring_cancel(struct ring *ring, struct io_part *part); /* device_ops.cancel for parts that are io_uring operations */
-struct io_uring_sqe *ring_sqe(struct ring *ring);
+void ring_nop(struct ring *ring, struct io_part *part);     /* the part ends in a later reap, with 0 */
+struct io_uring_sqe *ring_sqe(struct ring *ring);           /* of rings by io_uring alone */
 /* Let readability of fd end the next ring_wait; one poll for each tag (0 to 7). With `edges` every later edge does too, and fd need not be read. */
 void ring_poll(struct ring *ring, int fd, uint32_t tag, bool edges);
 /* False while a device has not answered: the ring's memory is in use and cannot be freed. */
@@ -112,5 +120,32 @@ bool ring_idle(const struct ring *ring);
 /* One blocking I/O of any size. */
 int blocking_io(struct ring *ring, bool write, uint32_t segment, uint32_t page, const struct iovec *iovs, uint32_t iov_count,
                 struct slot *const *slots, uint32_t slot_count);
+
+/* ---- io/threads.c: a ring where io_uring is denied ---- */
+
+/* One more ring of the array: 0, -EAGAIN (no thread could be made), -EMFILE, -ENOMEM. */
+int threads_ring_init(struct ring *ring);
+void threads_ring_free(struct ring *ring);
+void threads_part(struct ring *ring, struct io_part *part);
+void threads_cancel(struct ring *ring, struct io_part *part);
+void threads_nop(struct ring *ring, struct io_part *part);
+/* Parts that have ended, by `next`, their results in `error`; or NULL. */
+struct io_part *threads_take(struct ring *ring);
+void threads_wait(struct ring *ring, uint64_t timeout_ns);
+void threads_poll(struct ring *ring, int fd, uint32_t tag, bool edges);
+/* Of ring_beside: fd's events come to its `event` with user_data. events: of epoll(7); 0 ends the watch. */
+int threads_watch(struct ring *ring, int fd, uint32_t events, uint64_t user_data);
+/* The descriptors of devices may lead elsewhere now. */
+void threads_renew(struct kvfs_array *array);
+/* True while a thread is in I/O whose ring may be gone: the memory of that I/O stays. */
+bool threads_busy(const struct kvfs_array *array);
+void threads_free(struct kvfs_array *array);
+/* How many there are; *failed: how often one more could not be made. */
+uint32_t threads_count(struct kvfs_array *array, uint32_t *failed);
+
+/* The meaning of an error of ring_init() to people, "" or with a leading "; ". */
+const char *ring_advice(int error);
+/* The way of rings, and why: "io_uring", or "threads (io_uring_enter: Operation not permitted): 3 of them". */
+void ring_tell(struct kvfs_array *array, char *out, uint32_t capacity);
 
 #endif

@@ -1,7 +1,11 @@
-/* Files and block devices, by io_uring; RAM disks, by preadv in the ring's own thread. */
+/* Files and block devices, by io_uring or, where that is denied, by threads (io/threads.c); RAM disks, by preadv in the ring's own thread. */
 #include "io/ring.h"
 
 static void start(struct ring *ring, struct io_part *part) {
+    if (ring->threads) {
+        threads_part(ring, part);
+        return;
+    }
     const struct iovec *iov = &part->group->iovs[part->iov_first];
     const bool write = part->group->write;
     struct io_uring_sqe *sqe = ring_sqe(ring);
@@ -19,6 +23,10 @@ static void start(struct ring *ring, struct io_part *part) {
 }
 
 void uring_cancel(struct ring *ring, struct io_part *part) {
+    if (ring->threads) {
+        threads_cancel(ring, part);
+        return;
+    }
     struct io_uring_sqe *sqe = io_uring_get_sqe(&ring->uring);
     if (!sqe)
         return;

@@ -96,6 +96,9 @@ struct inflight_queue {
 struct bell {
     struct io_uring ring;
     bool made, set;
+    bool aio; /* io_uring is denied: by io_submit(2), of `context` */
+    unsigned long context;
+    int null_fd, fd;
 };
 
 struct virtqueue {

@@ -12,6 +12,7 @@
 
 #include <poll.h>
 #include <stdio.h>
+#include <sys/epoll.h>
 
 #define TAG_IN 2u /* a tag in user_data, beside the queue's address */
 #define TAG_OUT 4u
@@ -35,6 +36,7 @@ struct nvme_queue {
     bool readable;
     bool watched, watched_out; /* polls are under way */
     bool cancel;               /* the poll for reading belongs to a closed link */
+    int watched_fd;            /* of the polls, where the ring goes by threads */
     bool fresh;                /* parts have come since the last step */
     bool full;                 /* the controller has no queue left for this thread */
     bool wants;                /* counted in the host's `wanting` */
@@ -347,9 +349,38 @@ static bool give_up(const struct nvme_queue *queue, uint64_t now) {
     return false;
 }
 
-/* Let the ring's io_uring watch the socket. */
+/* The same where the ring goes by threads: one watch, by epoll(7). A closed descriptor is watched no longer, and its number may be another queue's. */
+static void watch_threads(struct nvme_queue *queue) {
+    struct ring *ring = queue->ring;
+    const bool open = queue->state != QUEUE_CLOSED, sending = open && nvme_link_sending(&queue->link);
+    const uint64_t tag = (uint64_t)(uintptr_t)queue | TAG_IN;
+    if (queue->cancel) {
+        bool taken = false;
+        for (const struct nvme_queue *other = ring->queues; other; other = other->next)
+            taken |= other != queue && other->watched && !other->cancel && other->watched_fd == queue->watched_fd;
+        if (!taken)
+            threads_watch(ring, queue->watched_fd, 0, tag);
+        queue->cancel = queue->watched = queue->watched_out = false;
+        ring->remote_ready = true; /* the queue may open again */
+    }
+    if (!open || (queue->watched && queue->watched_out == sending))
+        return;
+    if (threads_watch(ring, queue->link.fd, EPOLLIN | EPOLLET | (sending ? EPOLLOUT : 0u), tag) < 0) {
+        ring->remote_ready = true; /* tried again */
+        return;
+    }
+    queue->watched = true;
+    queue->watched_out = sending;
+    queue->watched_fd = queue->link.fd;
+}
+
+/* Let the ring watch the socket. */
 static void watch(struct nvme_queue *queue) {
     struct ring *ring = queue->ring;
+    if (ring->threads) {
+        watch_threads(queue);
+        return;
+    }
     bool open = queue->state != QUEUE_CLOSED, in = open && !queue->watched;
     bool out = open && !queue->watched_out && nvme_link_sending(&queue->link);
     for (int i = 0; i < 3; i++) {
@@ -502,7 +533,9 @@ static uint32_t queues_reap(struct ring *ring) {
 
 static void queues_event(struct ring *ring, uint64_t user_data, uint32_t flags) {
     struct nvme_queue *queue = (struct nvme_queue *)(uintptr_t)(user_data & ~7ull);
-    if ((user_data & 7) == TAG_IN) {
+    if (ring->threads) {
+        queue->readable = true;
+    } else if ((user_data & 7) == TAG_IN) {
         queue->readable = true;
         if (!(flags & IORING_CQE_F_MORE))
             queue->watched = false;
