@@ -1,5 +1,5 @@
 /* sources: base block names io content pod fuse plane.c virtiofs */
-/* FUSE over io_uring, the parts that need no kernel: its list of CPUs, and the sizes of a request. */
+/* FUSE over io_uring, the parts that need no kernel: its list of CPUs, the sizes of a request, and whose a number is. */
 #include "check.h"
 
 #include "fuse/fuse.h"
@@ -39,8 +39,19 @@ static void test_sizes_that_do_not_fit_together_are_refused(void) {
     CHECK(uring_operation_size(&in, 0, 1 << 20) == -EINVAL);
 }
 
+/* A request that the kernel sends again has bit 63 in its number, also by /dev/fuse. Its answer is none of an entry. */
+static void test_a_request_that_is_sent_again_is_none_of_the_rings(void) {
+    const uint64_t again = (uint64_t)1 << 63, ours = (uint64_t)1 << 62;
+    CHECK(!uring_owns(2));
+    CHECK(!uring_owns(again | 2));
+    CHECK(!uring_owns(again | (uint64_t)UINT32_MAX));
+    CHECK(uring_owns(ours));
+    CHECK(uring_owns(ours | (uint64_t)0x3fffffff << 32 | UINT32_MAX));
+}
+
 int main(void) {
     test_a_list_of_cpus_is_counted_and_nonsense_is_none();
     test_sizes_that_do_not_fit_together_are_refused();
+    test_a_request_that_is_sent_again_is_none_of_the_rings();
     return 0;
 }

@@ -22,7 +22,8 @@
 /* Each request under way holds an entry. Beyond that, callers on the same CPU wait. */
 #define DEPTH_MAX 32u
 #define DEPTH_MIN 4u
-#define ID_MARK ((uint64_t)1 << 63) /* kernels count requests from 2 on: none has this bit */
+/* Kernels count requests from 2 on, so none has this bit. The one above is theirs: a request that is sent again has it (FUSE_UNIQUE_RESEND, Linux 6.9). */
+#define ID_MARK ((uint64_t)1 << 62)
 #define POSSIBLE_CPUS "/sys/devices/system/cpu/possible"
 
 /* Headers older than 6.14 lack these. */
@@ -264,7 +265,7 @@ int uring_take(struct server *server, size_t *size) {
     const struct entry_header *header = entry->memory[0].iov_base;
     struct fuse_in_header *in = (struct fuse_in_header *)(void *)server->head;
     memcpy(in, header->in_out, sizeof(*in));
-    uint64_t id = ID_MARK | (uint64_t)(++entry->salt & 0x7fffffff) << 32 | (uint32_t)(entry - server->transport->uring->entries);
+    uint64_t id = ID_MARK | (uint64_t)(++entry->salt & 0x3fffffff) << 32 | (uint32_t)(entry - server->transport->uring->entries);
     entry->unique = in->unique;
     entry->commit_id = header->commit_id;
     in->unique = id;
@@ -280,7 +281,7 @@ bool uring_pending(struct server *server) { return server->arrived || atomic_loa
 
 /* ---- any thread ---- */
 
-bool uring_owns(uint64_t id) { return id & ID_MARK; }
+bool uring_owns(uint64_t id) { return id >> 62 == ID_MARK >> 62; }
 
 void uring_reply(struct server *server, uint64_t id, int error, const struct iovec *iovs, uint32_t count) {
     struct uring *uring = server->transport->uring;
