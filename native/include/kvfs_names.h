@@ -164,4 +164,65 @@ struct kvfs_noted {
 };
 uint32_t kvfs_places_noted(struct kvfs_names *names, struct kvfs_noted *out, uint32_t capacity);
 
+/* ---- the journal: changes that the index does not have yet, in memory that outlives this process ---- */
+
+/* native/src/names/journal_layout.h has the bytes. Entries of a step are there together or not at all. */
+enum kvfs_journal_kind {
+    KVFS_JOURNAL_PUT = 1,    /* data: the record */
+    KVFS_JOURNAL_REMOVE = 2, /* no data */
+    KVFS_JOURNAL_REPLY = 3   /* data: the whole reply to the request; inode 0 */
+};
+enum kvfs_journal_flags {
+    KVFS_JOURNAL_LAST = 1, /* of its step */
+    KVFS_JOURNAL_HELD = 2  /* nothing has changed: a nameless block that is open, told again as its entry goes */
+};
+struct kvfs_journal_entry {
+    uint32_t size; /* of entry, checksum and data: a multiple of 8 */
+    uint8_t kind;  /* enum kvfs_journal_kind */
+    uint8_t flags; /* enum kvfs_journal_flags */
+    uint16_t reserved;
+    uint64_t sequence; /* each entry has the next number. Some are missing where there was no room */
+    uint64_t inode;
+    uint64_t transport, unique; /* the request that it was for; 0: none */
+    uint32_t data_size;
+    uint32_t reserved1;
+};
+struct kvfs_journal_found {
+    uint64_t id;
+    uint64_t durable;  /* the index has all up to this number */
+    uint64_t sequence; /* the last that was given */
+    uint64_t size;     /* bytes of all entries */
+    uint64_t count;    /* of entries */
+    uint64_t refused;  /* bytes behind them that are none: damage */
+};
+#define KVFS_JOURNAL_SIZE_MIN (64u << 10)
+#define KVFS_JOURNAL_SIZE_MAX (UINT64_C(16) << 30)
+/* Make an empty journal. Its descriptor (memfd_create(2)), sealed in size, or -errno; -EINVAL: a size that none has. */
+int kvfs_journal_make(uint64_t size);
+/* Its entries, each proven, without their checksums: struct kvfs_journal_entry, then data padded to 8 bytes. Free with kvfs_journal_free(). NULL, and *r
+ * is -errno; -EBADMSG: this is no journal, or not sealed; -EPROTONOSUPPORT: of another version. */
+const void *kvfs_journal_read(int fd, struct kvfs_journal_found *found, int *r);
+void kvfs_journal_free(const void *entries);
+/* From now on changes are written to this journal, behind what it has: that counts as durable, but for requests that were not answered. A journal has
+ * one writer. Call once, before a request is served. 0 or as kvfs_journal_read(). */
+int kvfs_names_journal(struct kvfs_names *names, int fd);
+/* The steps of this thread are for this request of a transport, by its `unique` without bit 63; 0: for none. */
+void kvfs_names_request(uint64_t transport, uint64_t unique);
+/* The reply to a request is made; nothing is kept of one that changed nothing. Then, when it was written: its entries may go. */
+void kvfs_names_reply(struct kvfs_names *names, uint64_t transport, uint64_t unique, const void *reply, uint32_t size);
+void kvfs_names_answered(struct kvfs_names *names, uint64_t transport, uint64_t unique);
+/* No request of the former daemon is sent again any more. */
+void kvfs_names_journal_settled(struct kvfs_names *names);
+/* Of the commit that begins in this step: *id of the journal, *sequence of the last change that it has. 0: there is no journal. */
+int kvfs_names_journal_mark(struct kvfs_names *names, uint64_t *id, uint64_t *sequence);
+/* Nothing is pending, and no commit is under way: entries go as after one. */
+void kvfs_names_journal_idle(struct kvfs_names *names);
+struct kvfs_journal_fill {
+    uint64_t size, used; /* bytes of the ring */
+    uint64_t lost;       /* entries that had no room, since it was attached */
+    uint64_t unanswered; /* requests whose entries wait for that */
+};
+/* 0: there is no journal. */
+int kvfs_names_journal_fill(struct kvfs_names *names, struct kvfs_journal_fill *out);
+
 #endif

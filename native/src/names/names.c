@@ -402,15 +402,23 @@ void kvfs_names_destroy(struct kvfs_names *names) {
     map_free(&names->names);
     map_free(&names->directories);
     free(names->committing);
+    journal_destroy(names->journal);
     free(names->untold.hashes);
     places_free(&names->places);
     pthread_mutex_destroy(&names->lock);
     free(names);
 }
 
-void kvfs_names_begin(struct kvfs_names *names) { pthread_mutex_lock(&names->lock); }
+void kvfs_names_begin(struct kvfs_names *names) {
+    pthread_mutex_lock(&names->lock);
+    names->depth++;
+}
 
-void kvfs_names_end(struct kvfs_names *names) { pthread_mutex_unlock(&names->lock); }
+void kvfs_names_end(struct kvfs_names *names) {
+    if (--names->depth == 0 && names->journal)
+        journal_publish(names->journal);
+    pthread_mutex_unlock(&names->lock);
+}
 
 int64_t kvfs_names_get(struct kvfs_names *names, uint64_t inode, void *out, uint32_t capacity) {
     int64_t size = -ENOENT;
@@ -569,6 +577,8 @@ static int take(struct kvfs_names *names, struct kvfs_inode_record *record, bool
     int r = entry ? 0 : known ? -ENOENT : (made = entry = entry_new(names, record->inode)) ? 0 : -ENOMEM;
     if (r == 0)
         r = entry_set(names, entry, record);
+    if (r == 0 && names->journal)
+        journal_note(names->journal, record->inode, record);
     if (r < 0 && made)
         entry_free(names, made);
     return r;
@@ -604,19 +614,22 @@ int kvfs_names_put(struct kvfs_names *names, const void *data, int known) {
     struct kvfs_inode_record *record = record_copy(data);
     if (!record)
         return -ENOMEM;
-    pthread_mutex_lock(&names->lock);
+    kvfs_names_begin(names);
     int r = take(names, record, known);
-    pthread_mutex_unlock(&names->lock);
+    kvfs_names_end(names);
     if (r < 0)
         free(record);
     return r;
 }
 
 int kvfs_names_remove(struct kvfs_names *names, uint64_t inode) {
-    pthread_mutex_lock(&names->lock);
+    kvfs_names_begin(names);
     struct entry *entry = entry_find(names, inode);
-    int r = !entry ? -ENOENT : entry->record ? entry_set(names, entry, NULL) : 0;
-    pthread_mutex_unlock(&names->lock);
+    bool present = entry && entry->record;
+    int r = !entry ? -ENOENT : present ? entry_set(names, entry, NULL) : 0;
+    if (r == 0 && present && names->journal)
+        journal_note(names->journal, inode, NULL);
+    kvfs_names_end(names);
     return r;
 }
 
@@ -666,6 +679,8 @@ const void *kvfs_names_commit_begin(struct kvfs_names *names, uint64_t *size) {
     }
     assert(!to || to == names->committing + *size);
     names->batch += to != NULL;
+    if (to)
+        journal_commit_begin(names);
     pthread_mutex_unlock(&names->lock);
     return to ? names->committing : NULL;
 }
@@ -699,6 +714,8 @@ void kvfs_names_commit_end(struct kvfs_names *names, int ok) {
     free(names->committing);
     names->committing = NULL;
     pthread_mutex_unlock(&names->lock);
+    if (ok)
+        journal_commit_end(names);
 }
 
 uint64_t kvfs_names_pending(struct kvfs_names *names) {
@@ -722,6 +739,7 @@ bool names_try(struct kvfs_names *names) {
         else
             nanosleep(&(struct timespec){.tv_nsec = SPIN_NS}, NULL);
     }
+    names->depth++;
     return true;
 }
 

@@ -2,6 +2,7 @@
 #ifndef KVFS_NAMES_STATE_H
 #define KVFS_NAMES_STATE_H
 
+#include "names/journal.h"
 #include "names/names.h"
 
 /* An entry is a member of each segment that has its header or a part of its data. Segments share lists, by the remainder of their number. */
@@ -71,7 +72,9 @@ struct kvfs_names {
     struct link in_flight; /* versions */
     uint32_t left;         /* enum kvfs_names_leave */
     struct untold untold;
-    uint8_t *committing; /* the buffer of the commit that is under way */
+    uint32_t depth;          /* of steps, one within another */
+    struct journal *journal; /* NULL: there is none */
+    uint8_t *committing;     /* the buffer of the commit that is under way */
 };
 static_assert(offsetof(struct kvfs_names, places) == 0, "names_places()");
 static inline uint64_t number_hash(uint64_t number) {
