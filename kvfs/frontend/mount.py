@@ -183,7 +183,8 @@ def _touch(path: str) -> None:
 
 
 def check_mountpoint(path: str | Path, pool: str | Path) -> str:
-    """Return the resolved mount point, ready to be mounted on. A dead mount of the same pool is taken away first.
+    """Return the resolved mount point, ready to be mounted on. A dead mount of the same pool is taken away first. A
+    bind mount or another filesystem may be mounted over while nothing lies in it.
 
     Raises MountError: missing, no directory, busy, not writable for an unprivileged user, or above or in the pool it
     would hide.
@@ -192,12 +193,13 @@ def check_mountpoint(path: str | Path, pool: str | Path) -> str:
     present = find_mount(resolved)
     if present is not None:
         if not present.is_kvfs:
-            raise MountError(f"{path}: busy: {present.source} ({present.type}) is mounted there")
-        if not is_dead(resolved):
+            _check_hides_nothing(path, present)
+        elif not is_dead(resolved):
             raise MountError(f"{path}: busy: pool {present.source} is mounted there")
-        if present.source != pool_path:
+        elif present.source != pool_path:
             raise MountError(f"{path}: busy: holds a dead mount of pool {present.source}; run kvfs umount {path}")
-        unmount(resolved, lazy=True)
+        else:
+            unmount(resolved, lazy=True)
     try:
         status = os.stat(resolved)
     except OSError as error:
@@ -212,6 +214,25 @@ def check_mountpoint(path: str | Path, pool: str | Path) -> str:
     if os.geteuid() != 0 and not os.access(resolved, os.W_OK):
         raise MountError(f"{path}: fusermount3 needs write permission there for an unprivileged mount")
     return resolved
+
+
+def _check_hides_nothing(path: str | Path, present: Mount) -> None:
+    """Raises MountError if a mount over this one would hide files. A look into autofs would have it mount."""
+    if present.type == "autofs":
+        return
+    names: list[str] = []
+
+    def look() -> None:
+        with os.scandir(present.mountpoint) as entries:
+            names.extend(entry.name for entry, _ in zip(entries, range(1), strict=False))
+
+    there = f"{path}: busy: {present.source} ({present.type}) is mounted there"
+    try:
+        call_with_deadline(look, MOUNT_TIMEOUT_S, str(path))
+    except OSError as error:
+        raise MountError(f"{there}, and cannot be looked into: {os.strerror(error.errno or 0)}") from error
+    if names:
+        raise MountError(f"{there}, and is not empty: {names[0]} and all else in it would be hidden")
 
 
 def mount(
@@ -237,7 +258,7 @@ def _open_device() -> int:
         return os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         hint = (
-            "load it with: modprobe fuse"
+            "load it with: modprobe fuse; in a container: --device /dev/fuse"
             if error.errno in (errno.ENOENT, errno.ENODEV, errno.ENXIO)
             else "see kvfs doctor"
         )
@@ -265,7 +286,8 @@ def _mount_as_root(source: str, mountpoint: str, max_read: int, allow_other: boo
         target, kind = os.fsencode(mountpoint), FILESYSTEM_TYPE.encode()
         if _libc.mount(os.fsencode(source), target, kind, ctypes.c_ulong(flags), data.encode()) != 0:
             error = ctypes.get_errno()
-            raise MountError(f"{mountpoint}: mount: {os.strerror(error)}")
+            hint = "; it takes CAP_SYS_ADMIN (in a container: --cap-add SYS_ADMIN)" if error == errno.EPERM else ""
+            raise _failure(mountpoint, f"mount: {os.strerror(error)}{hint}", error)
 
     try:
         call_with_deadline(call, MOUNT_TIMEOUT_S, f"{mountpoint}: mount")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import threading
 from pathlib import Path
@@ -68,6 +70,38 @@ def test_a_good_mount_point_is_resolved(tmp_path: Path) -> None:
     assert mount.check_mountpoint(tmp_path / "." / "mnt", tmp_path / "pool") == str(tmp_path / "mnt")
 
 
+def test_an_empty_mount_point_is_mounted_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside = tmp_path / "mnt"
+    inside.mkdir()
+
+    def bound(kind: str) -> None:
+        line = f"50 22 8:1 /srv/kv {inside} rw shared:9 - {kind} /dev/sda1 rw\n"
+        monkeypatch.setattr(mount, "mounts", lambda: mount.parse_mountinfo(line))
+
+    bound("ext4")
+    assert mount.check_mountpoint(inside, tmp_path / "pool") == str(inside)
+    (inside / "file").write_bytes(b"")
+    with pytest.raises(mount.MountError, match="busy: /dev/sda1 \\(ext4\\) is mounted there, and is not empty: file"):
+        mount.check_mountpoint(inside, tmp_path / "pool")
+    bound("autofs")  # nothing looks into it
+    assert mount.check_mountpoint(inside, tmp_path / "pool") == str(inside)
+
+
+def test_a_mount_that_is_not_permitted_names_the_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing:  # a double of libc
+        @staticmethod
+        def mount(*_: object) -> int:
+            ctypes.set_errno(errno.EPERM)
+            return -1
+
+    monkeypatch.setattr(mount, "_libc", Refusing)
+    monkeypatch.setattr(mount, "_open_device", lambda: os.open(os.devnull, os.O_RDWR))
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    with pytest.raises(mount.MountError, match="CAP_SYS_ADMIN") as caught:
+        mount.mount("/pool", "/tmp", max_read=1 << 20)
+    assert caught.value.errno == errno.EPERM
+
+
 def test_unknown_mount_options_are_a_usage_error() -> None:
     with pytest.raises(UsageError, match="mount option frobnicate"):
         mount.mount("/pool", "/mnt", max_read=1 << 20, options=("ro", "frobnicate"))
@@ -98,5 +132,7 @@ def test_a_missing_fuse_device_is_named_with_the_remedy(monkeypatch: pytest.Monk
         raise FileNotFoundError(2, "No such file or directory", path)
 
     monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(MissingFeatureError, match=r"^/dev/fuse: No such file or directory; .*modprobe fuse"):
+    with pytest.raises(
+        MissingFeatureError, match=r"^/dev/fuse: No such file or directory; .*modprobe fuse.*--device /dev/fuse"
+    ):
         mount.check_device()
