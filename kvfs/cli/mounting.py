@@ -48,9 +48,19 @@ def add_mount(verbs: Verbs) -> None:
         help="have the kernel end the mount if a request waits this long, as with a stopped daemon (default: never)",
     )
 
+    sub.add_argument(
+        "--native-in",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="let native clients in that have nothing but the mount, as in containers, if they connect in this "
+        "directory of the pool (/: all); once for each (default: none)",
+    )
+
 
 def _mount(args: argparse.Namespace) -> int:
     from kvfs.daemon.options import MountOptions
+    from kvfs.frontend.asked import parse_directory
     from kvfs.virtiofs.exports import parse_exports
 
     return _start(
@@ -62,6 +72,7 @@ def _mount(args: argparse.Namespace) -> int:
             allow_other=args.allow_other,
             options=tuple(option for option in args.options.split(",") if option),
             request_timeout_s=args.request_timeout,
+            native_in=tuple(parse_directory(text) for text in args.native_in),
         ),
     )
 

@@ -25,6 +25,7 @@ from kvfs.daemon.options import MountOptions, own_limit_ms
 from kvfs.daemon.reporter import Reporter, log_level
 from kvfs.errors import KvfsError, UsageError, printable
 from kvfs.frontend import mount as mounting
+from kvfs.frontend.asked import Asked, missing
 from kvfs.frontend.calls import Calls
 from kvfs.frontend.clients import HOSTS_TIMEOUT_S, Clients
 from kvfs.frontend.control import Arguments, Command, ControlServer, Progress
@@ -88,8 +89,9 @@ async def serve(options: MountOptions, mountpoint: str | None, reporter: Reporte
         control = ControlServer(options.pool, daemon.commands(), clients.serve)
         with pid_file(options.pool), closing(control), closing(Exports(options.exports, store.plane)) as exports:
             # From here on pyfuse3 closes the session's end of the socket.
-            with closing(Session(namespace, store.plane.session_open())) as session:
-                await daemon.run(store, namespace, session, control, clients, exports, reporter)
+            asked = Asked(namespace, control.serve, options.native_in)
+            with closing(Session(namespace, store.plane.session_open(), asked)) as session:
+                await daemon.run(store, namespace, session, control, clients, asked, exports, reporter)
     return daemon.hearing.ended_by
 
 
@@ -166,7 +168,7 @@ class Daemon:
 
     async def run(
         self, store: Store, namespace: Namespace, session: Session, control: ControlServer, clients: Clients,
-        exports: Exports, reporter: Reporter,
+        asked: Asked, exports: Exports, reporter: Reporter,
     ) -> None:  # fmt: skip
         """Mount and export, serve, and return when the last transport is gone and the session has ended."""
         self._store, self._namespace, self._clients, self._exports = store, namespace, clients, exports
@@ -180,6 +182,7 @@ class Daemon:
             await nursery.start(Calls(namespace, store.plane).run)
             nursery.start_soon(session.run)
             nursery.start_soon(clients.run)
+            nursery.start_soon(asked.run)
             nursery.start_soon(self._start, nursery, control, reporter)
             try:
                 await self._gone.wait()
@@ -222,6 +225,8 @@ class Daemon:
         log.log(logging.INFO if rings == "io_uring" else logging.WARNING, "device I/O goes by %s", rings)
         for note in self._store.notes:
             log.warning("%s", note)
+        for lack in missing() if self._options.native_in else ():
+            log.warning("--native-in: the daemon lacks %s: such clients are refused", lack)
 
     async def _mount(self, mountpoint: str) -> int:
         options = self._options

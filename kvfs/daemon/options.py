@@ -38,6 +38,8 @@ class MountOptions:
     start_timeout_s: float = 120.0
     # The address at which Prometheus finds the metrics.
     metrics: tuple[str, int] | None = None
+    # Directories, by their parts, where native clients are let in that have the mount alone.
+    native_in: tuple[tuple[bytes, ...], ...] = ()
 
     @property
     def read_only(self) -> bool:

@@ -122,9 +122,9 @@ class Clients:
         """Let users have their turns. Until cancelled."""
         await self._users.run()
 
-    async def serve(self, stream: trio.SocketStream, begun: bytes) -> None:
+    async def serve(self, stream: trio.SocketStream, begun: bytes, peer: Peer) -> None:
         """Serve one connection that has begun with these bytes, until it ends. The stream stays the caller's."""
-        connection = _Connection(self, self._store, self._namespace, stream, begun)
+        connection = _Connection(self, self._store, self._namespace, stream, begun, peer)
         try:
             await self._serve(connection)
         except Violation as violation:
@@ -218,7 +218,7 @@ class Clients:
 
 class _Connection:
     def __init__(
-        self, clients: Clients, store: Store, namespace: Namespace, stream: trio.SocketStream, begun: bytes
+        self, clients: Clients, store: Store, namespace: Namespace, stream: trio.SocketStream, begun: bytes, peer: Peer
     ) -> None:
         self._clients, self._store, self._namespace = clients, store, namespace
         self._socket = stream.socket
@@ -234,7 +234,7 @@ class _Connection:
         self._lessee: Lessee
         self._nursery: trio.Nursery
         self._scope = trio.CancelScope()
-        self.peer = Peer.of(stream.socket)
+        self.peer = peer
         self.report = Report()
         self.user: User | None = None
         self.room = Room(MEMORY_OF_CONNECTION)

@@ -23,7 +23,7 @@ import trio
 
 from kvfs.errors import KvfsError
 from kvfs.frontend.asking import SOCKET_NAME, socket_path
-from kvfs.frontend.wire import MAGIC, Peer, Violation, receive, said_what_it_is
+from kvfs.frontend.wire import MAGIC, SO_PASSRIGHTS, Peer, Violation, receive, said_what_it_is
 
 log = logging.getLogger(__name__)
 
@@ -37,14 +37,12 @@ GREETINGS_OF_USER_MAX = 128
 # A limit for control connections; native clients have a limit of their own.
 CLIENTS_MAX = 64
 _BACKLOG = 1024
-# Linux 6.16 (asm-generic/socket.h): whether a peer may send descriptors at all.
-_SO_PASSRIGHTS = 83
 
 Arguments = Mapping[str, object]
 Progress = Callable[[Mapping[str, object]], Awaitable[None]]
 Command = Callable[[Arguments, Progress], Awaitable[object]]
-# A native client's connection, and its first bytes.
-NativeServer = Callable[[trio.SocketStream, bytes], Awaitable[None]]
+# A native client's connection, its first bytes, and who it is.
+NativeServer = Callable[[trio.SocketStream, bytes, Peer], Awaitable[None]]
 
 
 class ControlServer:
@@ -72,7 +70,7 @@ class ControlServer:
                 os.close(fd)
             # Connections inherit it from their listener. On older kernels `receive` finds descriptors.
             with suppress(OSError):
-                listener.setsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS, 0)
+                listener.setsockopt(socket.SOL_SOCKET, SO_PASSRIGHTS, 0)
             listener.listen(_BACKLOG)
         except OSError as error:
             listener.close()
@@ -90,21 +88,28 @@ class ControlServer:
             self._path.unlink(missing_ok=True)
 
     async def _serve(self, stream: trio.SocketStream) -> None:
+        await self.serve(stream, Peer.of(stream.socket))
+
+    async def serve(self, stream: trio.SocketStream, peer: Peer) -> None:
+        """Serve one connection until it ends, and close it. A command that its peer may not give is refused."""
         try:
             async with _letting_go(stream):
-                peer = Peer.of(stream.socket)
                 begun = b""
                 with self._silence(peer.uid) as silence:
                     begun = await self._greeting(stream)
                 if silence.cancelled_caught:
                     return
                 if begun.startswith(MAGIC) and self._native is not None:
-                    await self._native(stream, begun)
+                    await self._native(stream, begun, peer)
                 elif peer.may_control:
                     async with self._limit:
                         await self._converse(stream, begun)
                 elif begun:
-                    text = f"user {peer.uid} may not control this pool: only root and user {os.geteuid()} may"
+                    text = (
+                        "this connection is a native client's, without commands"
+                        if peer.invited
+                        else f"user {peer.uid} may not control this pool: only root and user {os.geteuid()} may"
+                    )
                     await _send(stream, _failure(text, errno.EACCES))
         except (trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError, OSError):
             log.debug("a control client went away")

@@ -21,6 +21,7 @@ import pyfuse3
 from pyfuse3 import EntryAttributes, FileInfo, FUSEError, ReaddirToken, RequestContext, SetattrFields, StatvfsData
 
 from kvfs.errors import AttributesFullError, KvfsError, NoAttributeError, NotPermittedError, StaleInodeError
+from kvfs.frontend.asked import ATTRIBUTE, Asked, Asker
 from kvfs.namespace.files import Changes, Namespace
 from kvfs.namespace.hints import Caller
 from kvfs.podmap import is_foreign
@@ -78,9 +79,9 @@ class Operations(pyfuse3.Operations):
     enable_writeback_cache = False
     enable_acl = False
 
-    def __init__(self, namespace: Namespace) -> None:
+    def __init__(self, namespace: Namespace, asked: Asked | None = None) -> None:
         super().__init__()
-        self._namespace = namespace
+        self._namespace, self._asked = namespace, asked
         self._recent: dict[int, bytes] = {}
 
     # ---- looking ----
@@ -172,6 +173,8 @@ class Operations(pyfuse3.Operations):
             if found is None:
                 raise NoAttributeError(f"inode {inode:#x}: no extended attribute {name!r}")
             return found
+        if name.startswith(ATTRIBUTE) and self._asked is not None:
+            return await self._asked.connect(inode, name, Asker.of(ctx.pid, ctx.uid))
         return self._namespace.getxattr(InodeNumber(inode), name, Caller(ctx.uid, ctx.gid))
 
     @_answers
@@ -315,11 +318,11 @@ def _library() -> _Library | None:
 class Session:
     """The pyfuse3 session on the mux's socket. A process has only one: pyfuse3 keeps it in globals."""
 
-    def __init__(self, namespace: Namespace, fd: int) -> None:
-        """Take over `fd`, from Plane.session_open()."""
+    def __init__(self, namespace: Namespace, fd: int, asked: Asked | None = None) -> None:
+        """Take over `fd`, from Plane.session_open(). asked: those who ask through the mount for a connection."""
         self._ending = False
         _library()
-        pyfuse3.init(Operations(namespace), f"/dev/fd/{fd}", {"fsname=kvfs"})
+        pyfuse3.init(Operations(namespace, asked), f"/dev/fd/{fd}", {"fsname=kvfs"})
 
     async def run(self) -> None:
         """Answer requests until stop() is called or the mux closes its end."""

@@ -224,7 +224,7 @@ async def test_a_descriptor_that_a_client_sends_is_waited_for_by_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: int | None, begun: bytes
 ) -> None:
     if option is not None:
-        monkeypatch.setattr(control_room, "_SO_PASSRIGHTS", option)
+        monkeypatch.setattr(control_room, "SO_PASSRIGHTS", option)
 
     def client() -> None:
         with _silent(tmp_path) as hostile, lingering() as gift:

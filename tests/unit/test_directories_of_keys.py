@@ -14,6 +14,7 @@ from store_pools import LAZY, make_pool, with_store
 
 from kvfs.frontend import clients
 from kvfs.frontend.clients import Clients
+from kvfs.frontend.wire import Peer
 from kvfs.namespace.files import Changes, Namespace
 from kvfs.record import Inode
 from kvfs.store.store import Store
@@ -30,7 +31,7 @@ class Connection:
         self.ours, self.theirs = socket.socketpair()
         stream = trio.SocketStream(trio.socket.from_stdlib_socket(self.ours))
         self.clients = Clients(store, self.namespace)
-        self.connection = clients._Connection(self.clients, store, self.namespace, stream, b"")
+        self.connection = clients._Connection(self.clients, store, self.namespace, stream, b"", Peer.of(stream.socket))
         self.connection._holder = self.holder = store.reservations.join()
         self.connection._timeout_s = 50.0
         # Turns are those of users, who have none here.

@@ -35,6 +35,13 @@ static int timeout_from_environment(uint32_t *timeout_ms) {
     return 0;
 }
 
+/* The program may go elsewhere before the mount is asked again. */
+static void place_of(const char *path, char place[4096]) {
+    char here[4096];
+    if (path[0] == '/' || !getcwd(here, sizeof(here)) || snprintf(place, 4096, "%s/%s", here, path) >= 4096)
+        strcpy(place, path);
+}
+
 int client_open(const char *path, const char *pool, uint64_t base, const char *space, const struct kvfs_options *options, struct kvfs_client **out) {
     struct kvfs_options o = {0};
     if (options)
@@ -62,6 +69,7 @@ int client_open(const char *path, const char *pool, uint64_t base, const char *s
     strcpy(client->space, space);
     strcpy(client->path, path);
     strcpy(client->pool, pool);
+    place_of(path, client->place);
     int r = connection_open(client, &client->connection);
     struct lane *lane;
     if (r == 0 && (r = lane_take(client, client->connection, &lane)) < 0) /* a client that can do no I/O is none */
@@ -69,6 +77,7 @@ int client_open(const char *path, const char *pool, uint64_t base, const char *s
     if (r == 0)
         lane_give(lane);
     if (r < 0) {
+        ask_forget(client);
         free(client->hits);
         free(client);
         return r;
@@ -104,6 +113,7 @@ void kvfs_close(struct kvfs_client *client) {
         client->retired = next;
     }
     connection_put(connection);
+    ask_forget(client);
     pthread_mutex_destroy(&client->lock);
     free(client->hits);
     free(client);

@@ -7,7 +7,7 @@
  * A call takes a lane (a ring and what belongs to it), runs fetches on it in its own thread, and gives it back. Nothing here has threads but
  * the watcher (client/watch.c), the stager (client/prestage.c) and queues.
  *
- * Each file uses those above it: error, wire, locate, bounce, spans, lane, connection, watch, report, orphans, keys, names. Then come fetch, prestage,
+ * Each file uses those above it: error, wire, ask, locate, bounce, spans, lane, connection, watch, report, orphans, keys, names. Then come fetch, prestage,
  * get, file, put_block, put, client, queue; gpu/ uses all but the last two. Beside get stands lease; events uses connection and keys.
  */
 #ifndef KVFS_CLIENT_INTERNAL_H
@@ -128,12 +128,17 @@ struct lane {
     uint64_t bounce_sizes[8];
 };
 
+struct ask;   /* client/ask.c */
 struct stage; /* client/prestage.c */
+/* How the daemon is found. The first way that leads there is kept to. */
+enum way { BY_ANY, BY_CONTROL, BY_MOUNT };
+#define FUSE_MAGIC 0x65735546 /* statfs(2) */
 struct kvfs_client {
     pid_t pid;
     struct kvfs_options options;
-    char path[4096]; /* as given to connect */
-    char pool[4096]; /* directory of the control socket */
+    char path[4096];  /* as given to connect */
+    char pool[4096];  /* directory of the control socket */
+    char place[4096]; /* path, absolute */
     char space[1024];
     uint64_t base;        /* inode of path */
     pthread_mutex_t lock; /* connection (the pointer), hits of both kinds, failed */
@@ -148,6 +153,8 @@ struct kvfs_client {
     uint32_t failed_count;              /* ever */
     uint64_t silent_until_ns;           /* a daemon took a connection and said nothing: not asked again before that */
     atomic_uint orphans;                /* of all lanes */
+    enum way way;                       /* with `ask`: of whoever connects, with `lock` once there is a connection */
+    struct ask *ask;                    /* the last one */
     struct stage *stage;
     pthread_t watcher;        /* client/watch.c */
     int watch_fds[2];         /* a pair of sockets; a byte from the second: the end. -1: there is no watcher */
@@ -221,6 +228,12 @@ void listener_of(const struct kvfs_client *client, uint64_t out[4]);
 /* The process behind the connection still listens: nothing can have been changed without it. */
 bool listener_is_same(const struct kvfs_client *client, const struct connection *connection);
 int socket_open(struct kvfs_client *client, uint64_t deadline_ns); /* a descriptor, or -errno */
+
+/* ---- client/ask.c ---- */
+
+/* A connection by the mount that the client's path lies in. -ESHUTDOWN, without a message: nothing of kvfs answers there. */
+int ask_mount(struct kvfs_client *client, uint64_t deadline_ns);
+void ask_forget(struct kvfs_client *client); /* at its end; an ask that waits goes by itself */
 
 /* ---- client/bounce.c ---- */
 

@@ -9,6 +9,7 @@
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 /* A pool's own directory stands for the root of its files: the way to one that has no mount here. */
@@ -30,6 +31,14 @@ int pool_of(const char *path, char pool[4096], uint64_t *base) {
         return client_fail(-ENOTDIR, "%s: not a directory", path);
     *base = st.stx_ino;
     FILE *mounts = fopen("/proc/self/mountinfo", "re");
+    struct statfs about;
+    if (!mounts && errno == ENOENT && is_pool(path, pool, base))
+        return 0;
+    if (!mounts && errno == ENOENT && statfs(path, &about) == 0 &&
+        about.f_type == FUSE_MAGIC) { /* without /proc: the mount is asked, if it is one of ours */
+        strcpy(pool, path);
+        return 0;
+    }
     if (!mounts)
         return client_fail(-errno, "/proc/self/mountinfo: %s", descriptor_reason(errno));
     char *line = NULL;
@@ -62,6 +71,8 @@ void listener_of(const struct kvfs_client *client, uint64_t out[4]) {
     char path[PATH_MAX + 16];
     struct stat about;
     memset(out, 0, 4 * sizeof(*out));
+    if (client->way == BY_MOUNT)
+        return;
     snprintf(path, sizeof(path), "%s/control.sock", client->pool);
     if (stat(path, &about) == 0) {
         out[0] = about.st_dev;
@@ -78,7 +89,8 @@ bool listener_is_same(const struct kvfs_client *client, const struct connection 
     return now[1] && memcmp(now, connection->listener, sizeof(now)) == 0;
 }
 
-int socket_open(struct kvfs_client *client, uint64_t deadline_ns) {
+/* *here: a control socket is at the pool's directory, whether or not it answers. */
+static int control_open(struct kvfs_client *client, uint64_t deadline_ns, bool *here) {
     struct sockaddr_un address = {.sun_family = AF_UNIX};
     int directory = -1;
     /* sockaddr_un has 108 bytes; a longer path goes by the directory's descriptor, which a process that was setuid may not follow. */
@@ -86,6 +98,7 @@ int socket_open(struct kvfs_client *client, uint64_t deadline_ns) {
         directory = descriptor_above(open(client->pool, O_PATH | O_DIRECTORY | O_CLOEXEC));
         if (directory < 0 && (errno == EMFILE || errno == ENFILE))
             return client_fail(-errno, "%s: %s", client->pool, descriptor_reason(errno));
+        *here = directory >= 0;
         if (directory < 0)
             return client_fail(errno == EACCES ? -EACCES : -ENOTCONN, "%s: %s", client->pool, strerror(errno));
         snprintf(address.sun_path, sizeof(address.sun_path), "/proc/self/fd/%d/control.sock", directory);
@@ -105,10 +118,28 @@ int socket_open(struct kvfs_client *client, uint64_t deadline_ns) {
         return fd;
     if (fd >= 0)
         close(fd);
+    *here = r != -ENOENT && r != -ENOTDIR && r != -EACCES;
     if (r == -EMFILE || r == -ENFILE)
         return client_fail(r, "%s: no descriptor for a connection: %s", client->pool, descriptor_reason(-r));
     if (r == -EACCES)
         return client_fail(r, "%s/control.sock: this user may not connect", client->pool);
     const char *why = r == -ENOENT || r == -ECONNREFUSED ? "it is not mounted" : strerror(-r);
     return client_fail(-ENOTCONN, "%s: no daemon answers: %s; kvfs mount %s MOUNTPOINT serves it", client->pool, why, client->pool);
+}
+
+int socket_open(struct kvfs_client *client, uint64_t deadline_ns) {
+    bool here = true;
+    int fd = client->way == BY_MOUNT ? -ENOTCONN : control_open(client, deadline_ns, &here);
+    if (fd >= 0)
+        client->way = BY_CONTROL; /* it stays so: a daemon that is away for a moment takes its socket with it */
+    if (fd >= 0 || client->way == BY_CONTROL || (client->way == BY_ANY && here))
+        return fd;
+    int asked = ask_mount(client, deadline_ns);
+    if (asked >= 0)
+        client->way = BY_MOUNT;
+    if (asked < 0 && fd == -EACCES) /* the socket is here, so its answer is the one that helps */
+        return client_fail(fd, "%s/control.sock: this user may not connect", client->pool);
+    if (asked != -ESHUTDOWN)
+        return asked;
+    return client->way == BY_MOUNT ? client_fail(-ENOTCONN, "%s: nobody serves this mount any more", client->path) : fd;
 }
