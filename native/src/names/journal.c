@@ -1,5 +1,6 @@
 /* The journal of names (journal_layout.h): a ring of entries in memory that another process keeps. Its bytes stay when this process is killed, in the
  * order of its stores. So the tail alone says which entries count. Checksums are for a journal that another has damaged. */
+#include "base/descriptor.h"
 #include "names/journal.h"
 
 #include <fcntl.h>
@@ -231,7 +232,7 @@ int kvfs_journal_make(uint64_t size) {
         if (getrandom(&header.id, sizeof(header.id), 0) != sizeof(header.id))
             return -EIO;
     header.checksum = kvfs_checksum(&header, offsetof(struct journal_header, checksum), 0);
-    int fd = memfd_create("kvfs-journal", MFD_CLOEXEC | MFD_ALLOW_SEALING), r = fd < 0 ? -errno : 0;
+    int fd = descriptor_above(memfd_create("kvfs-journal", MFD_CLOEXEC | MFD_ALLOW_SEALING)), r = fd < 0 ? -errno : 0;
     if (r == 0 && ftruncate(fd, (off_t)size) < 0)
         r = -errno;
     if (r == 0 && pwrite(fd, &header, sizeof(header), 0) != sizeof(header))
