@@ -432,7 +432,7 @@ class Client:
         if self._gpu is None:
             raise ClientError(f"{self!r}: a destination is in GPU memory, but it was connected with gpu=None")
         # The library first: it raises if closed, or in a forked child, where this lock may be held for ever.
-        with self.library, self._gpu_lock:
+        with self.library.call(), self._gpu_lock:
             if self._gpu_reader is None:
                 self._gpu_reader = open_reader(self.library, self._gpu)
             return self._gpu_reader
@@ -464,7 +464,7 @@ class Client:
             some, part = self.library.keys([names[i] for i in places]), [blocks[i] for i in places]
             above = None if parents is None else self.library.keys([parents[i] for i in places], gaps=True)
             if on_gpu:
-                with self.library:
+                with self.library.call():
                     found, failure = reader.put(some, part, stream or 0, if_absent=if_absent, parents=above)
             else:
                 found, failure = self.library.put(some, part, if_absent=if_absent, parents=above)
@@ -501,7 +501,7 @@ class Client:
     def _get_gpu(self, names: Sequence[bytes], regions: Sequence[Region], stream: int) -> Results:
         reader = self.gpu_reader()
         destinations = [(region.address, region.size, cast(int, region.device)) for region in regions]
-        with self.library:
+        with self.library.call():
             try:
                 return reader.get_into(self.library.keys(names), destinations, stream)
             finally:

@@ -92,8 +92,8 @@ class Events:
         self._lock = threading.Lock()
         self._closed = True
         out = ffi.new("struct kvfs_events **")
-        with library as handle:
-            check(lib.kvfs_events_open(handle, out), library.name)
+        with library.call():
+            check(lib.kvfs_events_open(library.handle, out), library.name)
         self._handle: object = out[0]
         self._closed = False
         self._out = ffi.new("struct kvfs_block_event *")
@@ -147,7 +147,8 @@ class Events:
     def _next(self, timeout_s: float) -> Event | None:
         out = self._out
         while True:
-            with self._lock, self._library:
+            with self._lock, self._library.call():
+                self._library.check_open()
                 if self._closed:
                     raise ClientError(f"{self._library.name}: this subscription is closed")
                 found = check(lib.kvfs_events_next(self._handle, out, round(timeout_s * 1000)), self._library.name)

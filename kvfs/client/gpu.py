@@ -466,8 +466,8 @@ class GpuReader:
             },
         )
         out = ffi.new("struct kvfs_gpu **")
-        with self._library as handle:
-            status = lib.kvfs_gpu_open(handle, options, out)
+        with self._library.call():
+            status = lib.kvfs_gpu_open(self._library.handle, options, out)
         text = ffi.string(lib.kvfs_error()).decode(errors="replace") if status < 0 else ""
         if status == -errno.EOPNOTSUPP and self._wanted == "auto":  # it was to be had when the probe looked
             self.mode, self.reason = "staged", f"gds is not to be had: {text.removeprefix('no gds: ')}"

@@ -1,7 +1,7 @@
 """libkvfs (native/include/kvfs.h) as Python uses it: one handle, its calls, its errors, and its end.
 
-Every call is inside `with self`. It counts the calls under way, so that close() never frees memory in use. It also
-stops a forked child before the child touches a lock. Calls release the interpreter's lock while they run.
+Every call is inside `with library.call()`, so that close() never frees memory in use. That also stops a forked child
+before the child touches a lock. Calls release the interpreter's lock while they run.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import threading
 import time
 from array import array
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import TracebackType
 from uuid import UUID
 
 from kvfs._native import ffi, lib
@@ -21,6 +21,7 @@ from kvfs.client.keys import KEY_MAX, Key, Keys, pack
 from kvfs.client.memory import Region
 from kvfs.errors import ClientError, DeadlineError, ForkError, client_error
 from kvfs.lent import lent
+from kvfs.units import counted
 
 READ_ONLY = 1
 NO_VERIFY = 2
@@ -88,8 +89,8 @@ class Library:
         self.paths = paths  # its keys are paths
         self.pid = os.getpid()
         self._timeout_s = timeout_ms / 1000
-        self._changed = threading.Condition(threading.Lock())
-        self._calls = 0
+        self._lock = threading.Lock()  # of _freed and _held
+        self._calls: dict[int, threading.RLock] = {}  # of each thread that has made one
         self._closing = False
         self._freed = True
         self._held: list[Region] = []
@@ -103,28 +104,47 @@ class Library:
 
     # ---- calls under way ----
 
-    def __enter__(self) -> object:
-        """A call begins. Returns struct kvfs_client *."""
+    def call(self) -> AbstractContextManager[bool]:
+        """`with library.call():` is a call under way. What it uses of libkvfs is had inside, by `handle`.
+
+        It is a lock of this thread, held for the call. Python makes no interrupt of what happens between the lock and
+        the block that it guards, as the lock is C's; a count that is kept in Python would be wrong after a Ctrl-C.
+        """
         if os.getpid() != self.pid:
             raise ForkError(
                 f"{self.name}: this client was connected by process {self.pid}; after a fork, connect again"
             )
-        with self._changed:
-            if self._closing:
-                raise ClientError(f"{self.name}: this client is closed")
-            self._calls += 1
+        self.check_open()
+        lock = self._calls.setdefault(threading.get_ident(), threading.RLock())
         if self._held:
-            self._prune()
+            with lock:
+                self.check_open()
+                self._prune()
+        return lock
+
+    def check_open(self) -> None:
+        """ClientError if the client is closed. It does not close until a call that has asked this has ended."""
+        if self._closing:
+            raise ClientError(f"{self.name}: this client is closed")
+
+    @property
+    def handle(self) -> object:
+        """struct kvfs_client *, inside a call."""
+        self.check_open()
         return self._handle
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with self._changed:
-            assert self._calls > 0
-            self._calls -= 1
-            if self._closing:
-                self._changed.notify_all()
+    def _is_under_way(self, thread: int, call: threading.RLock, timeout_s: float) -> bool:
+        if thread == threading.get_ident():
+            # As where a signal's handler closes the client: a thread does not wait for itself.
+            try:
+                threading.Condition(call).notify()
+            except RuntimeError:  # it does not hold it
+                return False
+            return True
+        if not call.acquire(timeout=max(0.0, timeout_s)):
+            return True
+        call.release()
+        return False
 
     @property
     def usable(self) -> bool:
@@ -136,19 +156,20 @@ class Library:
         DeadlineError if they go on; it may be tried again."""
         if not self.usable:
             return False
-        with self._changed:
-            self._closing = True
-            if not self._changed.wait_for(lambda: self._calls == 0, timeout_s):
-                raise DeadlineError(f"{self.name}: {self._calls} calls are under way {timeout_s:g} s after close()")
+        self._closing = True
+        until = time.monotonic() + timeout_s
+        calls = self._calls.copy().items()
+        under_way = sum(self._is_under_way(thread, call, until - time.monotonic()) for thread, call in calls)
+        if under_way:
+            raise DeadlineError(f"{self.name}: {counted(under_way, 'call')} under way {timeout_s:g} s after close()")
         return True
 
     def free(self) -> None:
         """After stop(). Waits for answers that devices owe, as long as a device may take."""
-        with self._changed:
+        with self._lock:
             if self._freed:
                 return
             assert self._closing
-            assert self._calls == 0
             self._freed = True
         deadline = time.monotonic() + self._timeout_s
         self._prune()
@@ -174,7 +195,7 @@ class Library:
     # ---- memory that devices still own ----
 
     def _hold(self, regions: Sequence[Region]) -> None:
-        with self._changed:
+        with self._lock:
             self._held.extend(regions)
 
     def hold_timeouts(self, results: Sequence[int], vectors: Sequence[Sequence[Region]]) -> None:
@@ -191,7 +212,7 @@ class Library:
 
     def _prune(self) -> None:
         """Release memory that devices have released."""
-        with self._changed:
+        with self._lock:
             self._held = [
                 region for region in self._held if lib.kvfs_busy(self._handle, region.pointer, region.size) == 1
             ]
@@ -200,8 +221,7 @@ class Library:
     def held(self) -> int:
         """Destinations that a device may still write into; their owners are kept."""
         if self._held:
-            with self:
-                pass
+            self.call()
         return len(self._held)
 
     # ---- libkvfs ----
@@ -216,20 +236,20 @@ class Library:
     def exists(self, keys: Keys) -> bytearray:
         """A byte for each key, 1 or 0."""
         found = bytearray(keys.count)
-        with self as handle:
-            check(lib.kvfs_exists(handle, keys.struct, lent(found)), self.name)
+        with self.call():
+            check(lib.kvfs_exists(self.handle, keys.struct, lent(found)), self.name)
         return found
 
     def exists_prefix(self, keys: Keys) -> int:
         """How many keys, from the first on, exist."""
-        with self as handle:
-            return check(lib.kvfs_exists_prefix(handle, keys.struct), self.name)
+        with self.call():
+            return check(lib.kvfs_exists_prefix(self.handle, keys.struct), self.name)
 
     def sizes(self, keys: Keys) -> list[int]:
         """Bytes of each block, or -ENOENT."""
         sizes = _zeros(keys.count)
-        with self as handle:
-            check(lib.kvfs_sizes(handle, keys.struct, lent(sizes, "int64_t[]")), self.name)
+        with self.call():
+            check(lib.kvfs_sizes(self.handle, keys.struct, lent(sizes, "int64_t[]")), self.name)
         return sizes.tolist()
 
     def get(self, keys: Keys, vectors: Sequence[Sequence[Region]], offsets: Sequence[int] | None = None) -> list[int]:
@@ -238,13 +258,13 @@ class Library:
         assert len(vectors) == keys.count, (len(vectors), keys.count)
         results = _zeros(keys.count)
         out = lent(results, "int64_t[]")
-        with self as handle:
+        with self.call():
             if offsets is None and all(len(pieces) == 1 for pieces in vectors):
-                result = lib.kvfs_get(handle, keys.struct, _buffers([pieces[0] for pieces in vectors]), out)
+                result = lib.kvfs_get(self.handle, keys.struct, _buffers([pieces[0] for pieces in vectors]), out)
             else:
                 call = lib.kvfs_get_vectors if offsets is None else lib.kvfs_get_ranges
                 memory = Vectors(vectors, offsets)
-                result = call(handle, keys.struct, memory.struct, out)
+                result = call(self.handle, keys.struct, memory.struct, out)
             check(result, self.name)
             values = results.tolist()
             self.hold_timeouts(values, vectors)
@@ -258,15 +278,15 @@ class Library:
         assert len(blocks) == keys.count, (len(blocks), keys.count)
         results = array("q", [-errno.ECANCELED]) * keys.count
         options, memory = put_options(if_absent, parents), Vectors(blocks)
-        with self as handle:
-            result = lib.kvfs_put_vectors(handle, keys.struct, memory.struct, options, lent(results, "int64_t[]"))
+        with self.call():
+            result = lib.kvfs_put_vectors(self.handle, keys.struct, memory.struct, options, lent(results, "int64_t[]"))
             error = _error(result, self.name) if result < 0 else None
         return results.tolist(), error
 
     def delete(self, keys: Keys) -> bytearray:
         deleted = bytearray(keys.count)
-        with self as handle:
-            check(lib.kvfs_delete(handle, keys.struct, lent(deleted)), self.name)
+        with self.call():
+            check(lib.kvfs_delete(self.handle, keys.struct, lent(deleted)), self.name)
         return deleted
 
     def list_page(self, after: bytes | None) -> list[bytes]:
@@ -275,10 +295,10 @@ class Library:
             raise client_error(errno.EOPNOTSUPP, f"{self.name}: paths are not listed; walk the mount instead")
         data = _list_memory("char[]", LIST_COUNT * KEY_MAX)
         sizes = ffi.new("uint32_t[]", LIST_COUNT)
-        with self as handle:
+        with self.call():
             count = check(
                 lib.kvfs_list(
-                    handle, ffi.NULL if after is None else lent(after), len(after or b""), data, len(data),
+                    self.handle, ffi.NULL if after is None else lent(after), len(after or b""), data, len(data),
                     sizes, LIST_COUNT,
                 ),
                 self.name,
@@ -296,44 +316,44 @@ class Library:
     def lease(self, keys: Keys, milliseconds: int) -> tuple[int, bytearray]:
         """The lease's number, 0 if it keeps nothing; and a byte for each key, 1 or 0."""
         held, out = bytearray(keys.count), ffi.new("uint64_t *")
-        with self as handle:
-            check(lib.kvfs_lease(handle, keys.struct, milliseconds, out, lent(held)), self.name)
+        with self.call():
+            check(lib.kvfs_lease(self.handle, keys.struct, milliseconds, out, lent(held)), self.name)
         return out[0], held
 
     def release(self, lease: int) -> bool:
-        with self as handle:
-            return bool(check(lib.kvfs_release(handle, lease), self.name))
+        with self.call():
+            return bool(check(lib.kvfs_release(self.handle, lease), self.name))
 
     def touch(self, keys: Keys) -> int:
-        with self as handle:
-            return check(lib.kvfs_touch(handle, keys.struct), self.name)
+        with self.call():
+            return check(lib.kvfs_touch(self.handle, keys.struct), self.name)
 
     def done(self, keys: Keys) -> int:
-        with self as handle:
-            return check(lib.kvfs_done(handle, keys.struct), self.name)
+        with self.call():
+            return check(lib.kvfs_done(self.handle, keys.struct), self.name)
 
     def fresh(self) -> None:
-        with self as handle:
-            check(lib.kvfs_fresh(handle), self.name)
+        with self.call():
+            check(lib.kvfs_fresh(self.handle), self.name)
 
     def prestage(self, keys: Keys) -> int:
-        with self as handle:
-            return check(lib.kvfs_prestage(handle, keys.struct), self.name)
+        with self.call():
+            return check(lib.kvfs_prestage(self.handle, keys.struct), self.name)
 
     def statistics(self) -> ClientStatistics:
         out = ffi.new("struct kvfs_client_statistics *")
-        with self as handle:
-            check(lib.kvfs_client_statistics_get(handle, out), self.name)
+        with self.call():
+            check(lib.kvfs_client_statistics_get(self.handle, out), self.name)
             rings = ffi.new("char[]", 512)
-            check(lib.kvfs_client_rings(handle, rings, 512), self.name)
+            check(lib.kvfs_client_rings(self.handle, rings, 512), self.name)
         found = {name: getattr(out, name) for name in _COUNTED}
         found["rings"] = ffi.string(rings).decode()
         return ClientStatistics(**found)
 
     def information(self) -> ClientInformation:
         out = ffi.new("struct kvfs_client_information *")
-        with self as handle:
-            check(lib.kvfs_client_information_get(handle, out), self.name)
+        with self.call():
+            check(lib.kvfs_client_information_get(self.handle, out), self.name)
         return ClientInformation(
             pool=os.fsdecode(ffi.string(out.pool)),
             pool_uuid=UUID(bytes=bytes(ffi.buffer(out.pool_uuid))),

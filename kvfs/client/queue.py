@@ -54,7 +54,7 @@ class Completion:
     failed: dict[bytes, KvfsError] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Batch:
     """The memory that libkvfs writes to, and the rest of what the completion needs."""
 
@@ -79,11 +79,13 @@ class Queue:
         # Held while an id is made known: a completion may be drained before its submission has returned.
         self._lock = threading.Lock()
         self._batches: dict[int, _Batch] = {}
+        # What has no number yet. A batch whose submission an interrupt broke off stays: its memory is written into.
+        self._entering: list[_Batch] = []
         self._out = ffi.new("struct kvfs_queue_completion[]", _DRAINED_AT_ONCE)
         self._open = False
         out = ffi.new("struct kvfs_queue **")
-        with self._library as handle:
-            self._library.check(lib.kvfs_queue_open(handle, depth, out))
+        with self._library.call():
+            self._library.check(lib.kvfs_queue_open(self._library.handle, depth, out))
             self._handle: object = out[0]
             self._fd = self._library.check(lib.kvfs_queue_fd(self._handle))
         self._freed = False
@@ -109,13 +111,13 @@ class Queue:
             return
         with self._lock:
             self._open = False
-        with self._library:
+        with self._library.call():
             if self._freed:
                 return
             if lib.kvfs_queue_close(self._handle) == -errno.ETIMEDOUT:
                 raise DeadlineError(f"{self!r}: a put still runs; close it again later")
             self._freed = True
-            for batch in self._batches.values():
+            for batch in [*self._batches.values(), *self._entering]:
                 self._library.hold_busy([region for pieces in batch.vectors for region in pieces])
         self._batches.clear()
 
@@ -166,7 +168,8 @@ class Queue:
         keys, memory, results = self._library.keys(names), Vectors(vectors), lent(batch.values, "int64_t[]")
         with self._lock:
             handle = self._check_open()
-            with self._library:
+            with self._library.call():
+                self._entering.append(batch)
                 number = lib.kvfs_queue_put(handle, keys.struct, memory.struct, options, results)
                 return self._enter(number, batch)
 
@@ -186,13 +189,15 @@ class Queue:
         ended: list[tuple[_Batch, int, int, str]] = []
         with self._lock:
             handle = self._check_open()
-            with self._library:
+            with self._library.call():
                 count = _DRAINED_AT_ONCE
                 while count == _DRAINED_AT_ONCE:
                     count = self._library.check(lib.kvfs_queue_drain(handle, self._out, _DRAINED_AT_ONCE))
                     for one in self._out[0:count]:
                         text = ffi.string(one.error).decode(errors="replace")
-                        ended.append((self._batches.pop(one.id), one.id, one.result, text))
+                        batch = self._batches.pop(one.id, None)
+                        if batch is not None:  # nobody knows the number of one whose submission was interrupted
+                            ended.append((batch, one.id, one.result, text))
                 for batch, _, _, _ in ended:
                     if batch.kind in (_Kind.GET, _Kind.RANGES):
                         self._library.hold_timeouts(batch.values, batch.vectors)
@@ -207,8 +212,10 @@ class Queue:
 
     def _enter(self, number: int, batch: _Batch) -> int:
         """With the lock, right behind the call: the batch has its number, or its submission failed."""
-        self._batches[self._library.check(number)] = batch
-        return number
+        if number > 0:
+            self._batches[number] = batch
+        self._entering.remove(batch)
+        return self._library.check(number)
 
     def _read(
         self, kind: _Kind, names: Sequence[bytes], vectors: Sequence[Sequence[Region]], offsets: Sequence[int] | None
@@ -222,7 +229,8 @@ class Queue:
         call = lib.kvfs_queue_get if kind is _Kind.GET else lib.kvfs_queue_get_ranges
         with self._lock:
             handle = self._check_open()
-            with self._library:
+            with self._library.call():
+                self._entering.append(batch)
                 return self._enter(call(handle, keys.struct, memory.struct, results), batch)
 
     def _ask(self, kind: _Kind, keys: Iterable[Key]) -> int:
@@ -233,7 +241,8 @@ class Queue:
         call = lib.kvfs_queue_exists if kind is _Kind.EXISTS else lib.kvfs_queue_delete
         with self._lock:
             handle = self._check_open()
-            with self._library:
+            with self._library.call():
+                self._entering.append(batch)
                 return self._enter(call(handle, packed.struct, answers), batch)
 
     def _completion(self, batch: _Batch, number: int, result: int, text: str) -> Completion:

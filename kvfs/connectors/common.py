@@ -687,7 +687,8 @@ def _any_busy(client: Client, regions: Sequence[Region]) -> bool:
     """May a device still write into any of these?"""
     if not client.library.usable:
         return False
-    with client.library as handle:
+    with client.library.call():
+        handle = client.library.handle
         return any(lib.kvfs_busy(handle, ffi.cast("void *", region.address), region.size) == 1 for region in regions)
 
 

@@ -178,7 +178,8 @@ def _prepare(
         # A request that is alone has all file threads to itself.
         depth = min(64, settings.io_threads)
         client = stack.enter_context(connect(settings.target, depth=depth, timeout_s=10, gpu=None))
-        run.client, run.directory = stack.enter_context(client.library), -1
+        stack.enter_context(client.library.call())
+        run.client, run.directory = client.library.handle, -1
     else:
         run.directory = os.open(settings.target, os.O_RDONLY | os.O_DIRECTORY)
         stack.callback(os.close, run.directory)

@@ -159,6 +159,8 @@ def _build() -> None:
             shutil.copytree(REPOSITORY / part, source / part, ignore=ignored)
         for part in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
             shutil.copy2(REPOSITORY / part, source)
+        # What the wheel shares with the machine lies there.
+        shutil.copytree(REPOSITORY / "tools", source / "tools", ignore=ignored)
         _run(*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", wheels, source)
         (wheel,) = wheels.glob("kvfs-*.whl")
         _run(*pip, "install", "--no-deps", "--no-compile", "--target", site, wheel)

@@ -412,6 +412,7 @@ def test_a_mount_point_that_cannot_be_one(pool: Pool, tmp_path: pathlib.Path, ki
             path.mkdir()
             run("mount", "-t", "tmpfs", "tmpfs", path)
             stack.callback(run, "umount", path)
+            (path / "file").write_bytes(b"")  # an empty one may be mounted over
         elif kind == "the pool":
             path = pool.path
         elif kind == "above the pool":

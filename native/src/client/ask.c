@@ -128,7 +128,8 @@ int ask_mount(struct kvfs_client *client, uint64_t deadline_ns) {
         return client_fail(fd, "%s: the mount gave no answer in %u ms", client->path, client->options.timeout_ms);
     if (fd != -ENOTCONN)
         return client_fail(fd, "%s: asked for a connection, the mount's daemon sent something else: %s", client->path, descriptor_reason(-fd));
-    int result = client->ask->result; /* set before the socket's end was closed */
+    /* Set before the thread closed its end; a daemon that ends the pair while the call is under way said nothing. */
+    int result = atomic_load(&client->ask->done) ? client->ask->result : 0;
     if (result == 0)
         return client_fail(-ENOTCONN, "%s: the mount's daemon said that it connects, and did not", client->path);
     const char *reason = why(result);
