@@ -1,6 +1,6 @@
 """libkvfs (native/include/kvfs.h) as Python uses it: one handle, its calls, its errors, and its end.
 
-Every call is inside `with library.call()`, so that close() never frees memory in use. That also stops a forked child
+Every call is inside `with library.call()`, so that close() never frees memory in use. It also stops a forked child
 before the child touches a lock. Calls release the interpreter's lock while they run.
 """
 
@@ -105,10 +105,10 @@ class Library:
     # ---- calls under way ----
 
     def call(self) -> AbstractContextManager[bool]:
-        """`with library.call():` is a call under way. What it uses of libkvfs is had inside, by `handle`.
+        """`with library.call():` is a call under way. The handle is had inside of it.
 
-        It is a lock of this thread, held for the call. Python makes no interrupt of what happens between the lock and
-        the block that it guards, as the lock is C's; a count that is kept in Python would be wrong after a Ctrl-C.
+        It is a lock of this thread, held for the call. The lock is C's, so no interrupt comes between it and the block
+        that it guards. A count that is kept in Python would be wrong after a Ctrl-C.
         """
         if os.getpid() != self.pid:
             raise ForkError(

@@ -79,7 +79,7 @@ class Queue:
         # Held while an id is made known: a completion may be drained before its submission has returned.
         self._lock = threading.Lock()
         self._batches: dict[int, _Batch] = {}
-        # What has no number yet. A batch whose submission an interrupt broke off stays: its memory is written into.
+        # They have no number yet. A batch whose submission an interrupt broke off stays: its memory is written into.
         self._entering: list[_Batch] = []
         self._out = ffi.new("struct kvfs_queue_completion[]", _DRAINED_AT_ONCE)
         self._open = False

@@ -159,7 +159,7 @@ def _build() -> None:
             shutil.copytree(REPOSITORY / part, source / part, ignore=ignored)
         for part in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
             shutil.copy2(REPOSITORY / part, source)
-        # What the wheel shares with the machine lies there.
+        # The wheel brings the machine some of it: units, manual pages.
         shutil.copytree(REPOSITORY / "tools", source / "tools", ignore=ignored)
         _run(*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", wheels, source)
         (wheel,) = wheels.glob("kvfs-*.whl")
