@@ -21,7 +21,6 @@ from kvfs.client.keys import KEY_MAX, Key, Keys, pack
 from kvfs.client.memory import Region
 from kvfs.errors import ClientError, DeadlineError, ForkError, client_error
 from kvfs.lent import lent
-from kvfs.units import counted
 
 READ_ONLY = 1
 NO_VERIFY = 2
@@ -161,7 +160,7 @@ class Library:
         calls = self._calls.copy().items()
         under_way = sum(self._is_under_way(thread, call, until - time.monotonic()) for thread, call in calls)
         if under_way:
-            raise DeadlineError(f"{self.name}: {counted(under_way, 'call')} under way {timeout_s:g} s after close()")
+            raise DeadlineError(f"{self.name}: calls under way {timeout_s:g} s after close(): {under_way}")
         return True
 
     def free(self) -> None:
