@@ -145,6 +145,12 @@ class Library:
         call.release()
         return False
 
+    def under_way(self, until: float = 0.0) -> int:
+        """How many calls are under way, those of this thread too. It waits for their ends until time.monotonic() is
+        `until`."""
+        calls = self._calls.copy().items()
+        return sum(self._is_under_way(thread, call, until - time.monotonic()) for thread, call in calls)
+
     @property
     def usable(self) -> bool:
         """There is something to free, and it is this process's."""
@@ -157,9 +163,7 @@ class Library:
             return False
         self._closing = True
         until = time.monotonic() + timeout_s
-        calls = self._calls.copy().items()
-        under_way = sum(self._is_under_way(thread, call, until - time.monotonic()) for thread, call in calls)
-        if under_way:
+        if under_way := self.under_way(until):
             raise DeadlineError(f"{self.name}: calls under way {timeout_s:g} s after close(): {under_way}")
         return True
 

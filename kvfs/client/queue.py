@@ -120,6 +120,7 @@ class Queue:
             for batch in [*self._batches.values(), *self._entering]:
                 self._library.hold_busy([region for pieces in batch.vectors for region in pieces])
         self._batches.clear()
+        self._entering.clear()
 
     def __del__(self) -> None:
         if getattr(self, "_open", False) and self._library.usable:

@@ -939,10 +939,10 @@ def test_a_cancelled_read_of_a_stuck_device_ends_at_once_and_keeps_its_memory(st
             with trio.move_on_after(0.2) as scope:
                 await client.trio().get_into([(on_it[0], memory)])
             assert scope.cancelled_caught
-            return client.library._calls
+            return client.library.under_way()
 
         assert trio.run(main) == 1, "it waited for its deadline"
-        wait_until(lambda: client.library._calls == 0, "its deadline")
+        wait_until(lambda: client.library.under_way() == 0, "its deadline")
         assert _is_held(memory), "the device has not answered"
         filesystem("go")
         wait_until(lambda: client.statistics().busy == 0, "the device's late answer")
