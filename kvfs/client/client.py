@@ -433,6 +433,7 @@ class Client:
             raise ClientError(f"{self!r}: a destination is in GPU memory, but it was connected with gpu=None")
         # The library first: it raises if closed, or in a forked child, where this lock may be held for ever.
         with self.library.call(), self._gpu_lock:
+            self.library.check_open()
             if self._gpu_reader is None:
                 self._gpu_reader = open_reader(self.library, self._gpu)
             return self._gpu_reader
@@ -465,6 +466,7 @@ class Client:
             above = None if parents is None else self.library.keys([parents[i] for i in places], gaps=True)
             if on_gpu:
                 with self.library.call():
+                    self.library.check_open()
                     found, failure = reader.put(some, part, stream or 0, if_absent=if_absent, parents=above)
             else:
                 found, failure = self.library.put(some, part, if_absent=if_absent, parents=above)
@@ -502,6 +504,7 @@ class Client:
         reader = self.gpu_reader()
         destinations = [(region.address, region.size, cast(int, region.device)) for region in regions]
         with self.library.call():
+            self.library.check_open()
             try:
                 return reader.get_into(self.library.keys(names), destinations, stream)
             finally:

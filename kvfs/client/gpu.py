@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, cast
 
 from kvfs.errors import (
     ClientError,
+    DeadlineError,
     InvalidBufferError,
     MissingFeatureError,
     SmallBufferError,
@@ -45,6 +46,8 @@ PROBE_TIMEOUT_S = 20.0
 # any: one thread proves some 6 GB/s, and PCIe takes ten times that. Calls without a ring wait for one.
 READERS_MAX = max(2, min(8, len(os.sched_getaffinity(0)) // 2))
 PART_SIZE = 8 << 20
+# A call waits for a ring at most so many of the client's timeouts.
+_RING_WAIT = 4
 ANY_DEVICE = -1
 CUDA_LIBRARY_VARIABLE = "KVFS_CUDA_LIBRARY"
 CUFILE_LIBRARY_VARIABLE = "KVFS_CUFILE_LIBRARY"
@@ -425,9 +428,12 @@ class GpuReader:
         """A ring that no other call uses: the one used last, or a new one, or the first that becomes free."""
         reader: object | None = None
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._closed or self._idle.get(device) or self._opened.get(device, 0) < self._readers
-            )
+            limit_s = _RING_WAIT * self._library.timeout_s
+            if not self._changed.wait_for(
+                lambda: self._closed or self._idle.get(device) or self._opened.get(device, 0) < self._readers,
+                timeout=limit_s,
+            ):
+                raise DeadlineError(f"GPU {device}: none of {self._readers} rings became free in {limit_s:g} s")
             if self._closed:
                 raise ClientError("this client's GPU reader is closed")
             if self._idle.get(device):

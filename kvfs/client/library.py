@@ -87,7 +87,7 @@ class Library:
         self.name = os.fsdecode(path)
         self.paths = paths  # its keys are paths
         self.pid = os.getpid()
-        self._timeout_s = timeout_ms / 1000
+        self.timeout_s = timeout_ms / 1000
         self._lock = threading.Lock()  # of _freed and _held
         self._calls: dict[int, threading.RLock] = {}  # of each thread that has made one
         self._closing = False
@@ -174,7 +174,7 @@ class Library:
                 return
             assert self._closing
             self._freed = True
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + self.timeout_s
         self._prune()
         while self._held and time.monotonic() < deadline:
             time.sleep(0.005)

@@ -317,6 +317,17 @@ def test_a_large_batch_is_read_by_several_rings(client, driver):
             client.get_into(list(zip(contents, far, strict=True)))
 
 
+def test_a_call_waits_for_a_ring_until_its_deadline(client, driver, monkeypatch):
+    client.put([("a block", b"its bytes")])
+    reader = client._gpu_reader = gpu.GpuReader(client.library, "staged", "", readers=1)
+    with Batch(driver, [9]) as batch:
+        with reader._reader(0), monkeypatch.context() as patches:
+            patches.setattr(client.library, "timeout_s", 0.05)
+            with pytest.raises(DeadlineError, match=r"GPU 0: none of 1 rings became free in 0\.2 s"):
+                client.get_into([("a block", batch.parts[0])])
+        assert client.get_into([("a block", batch.parts[0])]) == [9]
+
+
 def test_prestaged_blocks_come_from_memory(client, driver):
     contents = fill(client, [200 * KIB + i for i in range(8)])
     assert client.prestage(contents) == 8
