@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 
 from kvfs.errors import KvfsError
@@ -18,6 +19,10 @@ _PIECE = 4 << 20
 _THREADS_MAX = 256
 # Files that wait for a thread.
 _AHEAD = 64
+_PROGRESS_INTERVAL_S = 0.2
+
+# A step, the bytes of it that are done, and all of them; 0 if nobody knows.
+Progress = Callable[[str, int, int], None]
 
 
 @dataclass(slots=True)
@@ -28,14 +33,24 @@ class Prestaged:
     missed: int = 0
 
 
-def prestage(paths: Sequence[str], threads: int, progress: Callable[[int], None]) -> Prestaged:
+def prestage(paths: Sequence[str], threads: int, progress: Progress) -> Prestaged:
     """Read these files, and all below these directories. KvfsError if a path that was named cannot be read."""
     done, lock = Prestaged(), threading.Lock()
+    total = read_bytes = 0
+    for path in _files(paths):
+        with suppress(OSError):
+            total += os.stat(path).st_size
+        progress("looking", total, 0)
     sink = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+
+    def note(size: int) -> None:
+        nonlocal read_bytes
+        with lock:
+            read_bytes += size
 
     def read(path: str) -> None:
         try:
-            size = _read(path, sink)
+            size = _read(path, sink, note)
         except OSError:
             with lock:
                 done.missed += 1
@@ -46,12 +61,15 @@ def prestage(paths: Sequence[str], threads: int, progress: Callable[[int], None]
 
     try:
         with ThreadPoolExecutor(min(threads, _THREADS_MAX)) as pool:
-            running = set()
+            running: set[Future[None]] = set()
             for path in _files(paths):
                 running.add(pool.submit(read, path))
-                if len(running) >= threads + _AHEAD:
-                    running = wait(running, return_when=FIRST_COMPLETED).not_done
-                progress(done.bytes)
+                while len(running) >= threads + _AHEAD:
+                    running = wait(running, _PROGRESS_INTERVAL_S, FIRST_COMPLETED).not_done
+                    progress("reading", read_bytes, total)
+            while running:
+                running = wait(running, _PROGRESS_INTERVAL_S).not_done
+                progress("reading", read_bytes, total)
     finally:
         os.close(sink)
     return done
@@ -77,12 +95,13 @@ def _fail(error: OSError) -> None:
     raise failure from error
 
 
-def _read(path: str, sink: int) -> int:
+def _read(path: str, sink: int, note: Callable[[int], None]) -> int:
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         at = 0
         while done := os.sendfile(sink, file, at, _PIECE):
             at += done
+            note(done)
         return at
     finally:
         os.close(file)

@@ -13,7 +13,8 @@ from typing import cast
 
 from kvfs.cli import arguments
 from kvfs.cli.arguments import Verbs
-from kvfs.cli.output import ProgressPrinter, ToldError, as_json, emit, note
+from kvfs.cli.output import ToldError, as_json, emit, note
+from kvfs.cli.progress import Progress, told_by_daemon
 from kvfs.cli.targets import in_a_mount, pool_of
 from kvfs.errors import KvfsError
 from kvfs.status.text import render_evicted
@@ -101,9 +102,8 @@ def _prestage(args: argparse.Namespace) -> int:
     from kvfs.prestage import prestage
 
     _check_paths(args.paths)
-    printer = ProgressPrinter()
-    done = prestage(args.paths, args.threads, lambda bytes_: printer("read, bytes", bytes_, 0))
-    printer.close()
+    with Progress() as progress:
+        done = prestage(args.paths, args.threads, lambda step, done, total: progress(step, done, total, size=True))
     emit(args, asdict(done), f"{counted(done.blocks, 'block')} of {size_text(done.bytes)} in the page cache")
     if done.missed and not as_json(args):
         note(f"{counted(done.missed, 'block')} gone, or not to be read")
@@ -128,14 +128,9 @@ def add_evict(verbs: Verbs) -> None:
 def _evict(args: argparse.Namespace) -> int:
     from kvfs.frontend.asking import ControlClient
 
-    printer = ProgressPrinter()
-
-    def progress(document: Mapping[str, object]) -> None:
-        printer("evicting, bytes", int(cast(int, document.get("freed", 0))), int(cast(int, document.get("wanted", 0))))
-
-    with ControlClient(pool_of(args.target)) as client:
-        result = client.call("evict", progress, size=args.size, all=args.all, dry_run=args.dry_run)
-    printer.close()
+    with ControlClient(pool_of(args.target)) as client, Progress() as progress:
+        tell = told_by_daemon(progress, "looking at what may go" if args.dry_run else "evicting")
+        result = client.call("evict", tell, size=args.size, all=args.all, dry_run=args.dry_run)
     document = cast(Mapping[str, object], result)
     failure, evicted = None, cast(int, document.get("evicted_bytes", 0))
     if args.dry_run:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, cast
 
 from kvfs.cli import arguments
 from kvfs.cli.arguments import Verbs
-from kvfs.cli.output import ProgressPrinter, emit, emit_line, note
+from kvfs.cli.output import emit, emit_line, note
+from kvfs.cli.progress import Progress
 from kvfs.errors import KvfsError, UsageError
 from kvfs.frontend.asking import daemon_pid, stopped
 from kvfs.frontend.holders import Holder, describe, holders, is_stopped
@@ -378,15 +379,17 @@ def _watch_daemon(pool: Path) -> ProcessWatch | None:
 def _wait_for_end(watch: ProcessWatch, mountpoint: str) -> bool:
     from kvfs.errors import DeadlineError
 
-    progress, started = ProgressPrinter(), time.monotonic()
-    while not watch.wait(0.5):
-        waited = time.monotonic() - started
-        if is_stopped(watch.pid):
-            raise DeadlineError(f"{mountpoint}: unmounted, but {stopped(watch.pid)}, to write what is left, and to end")
-        progress("waiting for the daemon to write what is not on the devices yet, and to end: seconds", int(waited), 0)
-        if waited > UMOUNT_TIMEOUT_S:
-            raise DeadlineError(
-                f"{mountpoint}: unmounted, but the daemon (pid {watch.pid}) has not ended after {waited:.0f} s"
-            )
-    progress.close()
+    started = time.monotonic()
+    with Progress() as progress:
+        while not watch.wait(0.5):
+            waited = time.monotonic() - started
+            if is_stopped(watch.pid):
+                raise DeadlineError(
+                    f"{mountpoint}: unmounted, but {stopped(watch.pid)}, to write what is left, and to end"
+                )
+            progress("waiting for the daemon to write what is left, and to end", 0)
+            if waited > UMOUNT_TIMEOUT_S:
+                raise DeadlineError(
+                    f"{mountpoint}: unmounted, but the daemon (pid {watch.pid}) has not ended after {waited:.0f} s"
+                )
     return True

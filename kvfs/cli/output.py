@@ -1,20 +1,16 @@
-"""The output of a verb: its result as text or as JSON on stdout, notes and progress on stderr."""
+"""The output of a verb: its result as text or as JSON on stdout, notes on stderr."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 from kvfs.errors import KvfsError, printable
-from kvfs.units import duration_text
 
 JSON_VERSION = 1
-# A step that takes longer than this says how far it is.
-PROGRESS_AFTER_S = 2.0
 
 
 class ToldError(KvfsError):
@@ -78,37 +74,3 @@ def note_lines(notes: Sequence[str]) -> list[str]:
 def error_part(message: str, error: object) -> dict[str, object]:
     number = getattr(error, "errno", None)
     return {"error": message, "errno": number if isinstance(number, int) else None}
-
-
-class ProgressPrinter:
-    """Says on stderr how far a long step is: nothing in the first two seconds, then at most a line a second."""
-
-    def __init__(self, clock: Callable[[], float] | None = None) -> None:
-        self._clock = clock = clock or time.monotonic
-        self._next = clock() + PROGRESS_AFTER_S
-        self._open_line = False
-        # The step that is told of, and when it began.
-        self._step, self._began = "", clock()
-
-    def __call__(self, step: str, done: int, total: int, least_s: float = 0.0) -> None:
-        """least_s: the rest of the step takes so long at least. Else it goes on at the speed that it had so far."""
-        now = self._clock()
-        if step != self._step:
-            self._step, self._began = step, now
-        if now < self._next and not (self._open_line and done >= total > 0):
-            return
-        self._next = now + 1.0
-        share = f"{done} of {total} ({done * 100 // total}%)" if total else str(done)
-        if 0 < done < total:
-            left_s = max(least_s, (now - self._began) / done * (total - done))
-            share += f", some {duration_text(left_s)} left"
-        if sys.stderr.isatty():
-            print(f"\r\x1b[Kkvfs: {step}: {share}", end="", file=sys.stderr, flush=True)
-            self._open_line = True
-        else:
-            print(f"kvfs: {step}: {share}", file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        if self._open_line:
-            print(file=sys.stderr)
-            self._open_line = False

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import os
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from kvfs.cli import arguments
 from kvfs.cli.arguments import Verbs
-from kvfs.cli.output import ProgressPrinter, emit, note_lines
+from kvfs.cli.output import emit, note_lines
+from kvfs.cli.progress import Progress, told_by_daemon
 from kvfs.cli.targets import pool_of, status_of
 from kvfs.errors import UsageError, printable
 from kvfs.units import counted, format_size, size_text
@@ -193,21 +194,18 @@ def _device_change(args: argparse.Namespace, pool: Path) -> int:
     if args.action == "replace":
         refuse_inside(pool, args.devices[1:])
         asked = {"device": args.devices[0], "path": _absolute(args.devices[1]), "force": args.force}
-    printer = ProgressPrinter()
-    started = time.monotonic()
-    try:
-        with ControlClient(pool) as client:
-            result = client.call(
-                f"device_{args.action}", lambda _: printer("seconds", int(time.monotonic() - started), 0), **asked
-            )
-    except NotRunningError:
-        # To open the pool would write: a new epoch, labels, what a crash has left.
-        if args.dry_run:
-            raise
-        from kvfs.daemon.devices import change_device
+    step = "draining" if args.drain else f"{args.action.removesuffix('e')}ing"
+    with Progress() as progress:
+        try:
+            with ControlClient(pool) as client:
+                result = client.call(f"device_{args.action}", told_by_daemon(progress, step), **asked)
+        except NotRunningError:
+            # To open the pool would write: a new epoch, labels, what a crash has left.
+            if args.dry_run:
+                raise
+            from kvfs.daemon.devices import change_device
 
-        result = change_device(pool, args.action, asked)
-    printer.close()
+            result = change_device(pool, args.action, asked, partial(progress, step, size=True))
     document = cast(Mapping[str, object], result)
     if args.dry_run:
         carried = "; those that are pinned, open or were read are carried over" if args.drain else ""
@@ -292,11 +290,8 @@ def _fsck(args: argparse.Namespace) -> int:
     if args.dry_run and not args.repair:
         raise UsageError("--dry-run: only with --repair; without it fsck changes nothing")
     acts = args.repair and not args.dry_run
-    progress = ProgressPrinter()
-    try:
+    with Progress() as progress:
         report = fsck(Path(args.pool), repair=acts, verify_data=args.verify_data, progress=progress)
-    finally:
-        progress.close()
     document = {"pool": os.path.abspath(args.pool), "healthy": report.healthy, **asdict(report)}
     emit(args, document, lambda: _fsck_text(args, report))
     return 0 if report.healthy else 1

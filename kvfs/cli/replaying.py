@@ -7,7 +7,8 @@ from pathlib import Path
 
 from kvfs.cli import arguments
 from kvfs.cli.arguments import Verbs
-from kvfs.cli.output import ProgressPrinter, ToldError, ToldInterrupt, as_json, emit, note
+from kvfs.cli.output import ToldError, ToldInterrupt, as_json, emit, note
+from kvfs.cli.progress import Progress
 from kvfs.errors import KvfsError, UsageError
 from kvfs.units import counted
 
@@ -129,14 +130,14 @@ def _replay(args: argparse.Namespace) -> int:
     engine.check(settings)
     if not as_json(args):
         note(report.estimate(settings, requests))
-    printer = ProgressPrinter()
+    with Progress() as progress:
 
-    def progress(done: int, total: int) -> None:
-        rest_ms = requests[-1].due_ms - requests[min(done, total - 1)].due_ms
-        printer("requests", done, total, 0.0 if settings.speed is None else rest_ms / 1000 / settings.speed)
+        def tell(done: int, total: int) -> None:
+            rest_ms = requests[-1].due_ms - requests[min(done, total - 1)].due_ms
+            least_s = 0.0 if settings.speed is None else rest_ms / 1000 / settings.speed
+            progress("requests", done, total, least_s=least_s)
 
-    outcome = engine.replay(settings, trace, requests, progress)
-    printer.close()
+        outcome = engine.replay(settings, trace, requests, tell)
     document = report.document(
         settings, name, trace[: args.skip], requests, outcome,
         prefill_tokens_per_s=args.prefill_tokens_per_second, warmup=args.warmup,

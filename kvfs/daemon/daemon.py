@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import closing, suppress
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import trio
@@ -373,7 +374,14 @@ class Daemon:
         return {}
 
     async def _command_device_remove(self, arguments: Arguments, progress: Progress) -> object:
-        return await self._with_progress(lambda: device_command(self._store, "remove", arguments), progress)
+        done = total = 0
+
+        def note(drained: int, all_of_it: int) -> None:
+            nonlocal done, total
+            done, total = drained, all_of_it
+
+        work = partial(device_command, self._store, "remove", arguments, note)
+        return await self._with_progress(work, progress, lambda: {"done": done, "total": total})
 
     async def _command_device_replace(self, arguments: Arguments, progress: Progress) -> object:
         return await self._with_progress(lambda: device_command(self._store, "replace", arguments), progress)
@@ -434,7 +442,7 @@ class Daemon:
                 await self._store.plane.notify_flush()
             return await self._store.evictor.kept() if size is None or done < wanted else {}
 
-        kept = await self._with_progress(work, progress, lambda: {"freed": done, "wanted": wanted})
+        kept = await self._with_progress(work, progress, lambda: {"done": done, "total": wanted})
         after = live_counters(self._store, self._clients)
         names = ("evicted_segments", "evicted_blocks", "evicted_bytes")
         result: dict[str, object] = {name: after.get(name, 0) - before.get(name, 0) for name in names}

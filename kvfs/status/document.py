@@ -102,7 +102,7 @@ def live_status(
     state = "mounted" if mounts else "exported" if exports else "mounted elsewhere"
     devices = [_device_part(store, pool, described) for described in config.devices]
     if numbers.rebuilding:
-        state += ", rebuilding its index"
+        state += ", rebuilding its index ({} of {} segments)".format(*numbers.rebuilt)
     if any(service.state.away and not config.devices[i].removed for i, service in enumerate(store.service.all)):
         state += ", degraded"
     return {

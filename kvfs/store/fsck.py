@@ -111,6 +111,7 @@ async def _fsck(pool: Path, repair: bool, verify_data: bool, progress: Progress)
         progress("recovering", 0, 0)
         async with Store.open(pool, _OPTIONS) as store:
             while store.rebuilding:
+                progress("rebuilding the index", *store.rebuilt)
                 await trio.sleep(0.05)
         state = "clean"
         report.add(Finding("index", "the index was brought up to date from the devices", harmless=True, repaired=True))

@@ -412,6 +412,8 @@ class Rebuild:
         self._live: dict[int, int] = {}
         self._pinned: list[int] = []
         self.blocks = 0
+        # Segments that were read, and all that hold something.
+        self.done = self.total = 0
 
     async def prepare(self) -> None:
         """Learn which segments hold something: they are not free. Before the mount answers."""
@@ -450,6 +452,7 @@ class Rebuild:
         order = sorted(
             (s for s in self._segments.own if s.state == State.CLOSED and s.held), key=lambda s: -s.generation
         )
+        self.total = len(order)
         send, receive = trio.open_memory_channel[list[bytes]](_READ_AHEAD)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._read, order, send)
@@ -462,6 +465,7 @@ class Rebuild:
                     if size >= _BATCH_BYTES:
                         await self._load_contained(batch)
                         batch, size = [], 0
+                    self.done += 1
             await self._load_contained(batch)
         self._index.removed_names = None
         for number in self._pinned:

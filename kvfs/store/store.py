@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from errno import EBADMSG
+from functools import partial
 from pathlib import Path
 
 import trio
@@ -48,7 +49,7 @@ from kvfs.store.shares import Shares
 from kvfs.store.slabs import Slabs
 from kvfs.store.space import Space
 from kvfs.store.tasks import Tasks
-from kvfs.types import COUNTER_BITS, ROOT_INODE, InodeNumber, SegmentIndex
+from kvfs.types import COUNTER_BITS, PAGE_SIZE, ROOT_INODE, InodeNumber, SegmentIndex
 
 log = logging.getLogger("kvfs.store.pool")
 
@@ -79,6 +80,7 @@ class StoreStatistics:
     index_pending: int
     commit_failures: int
     rebuilding: bool
+    rebuilt: tuple[int, int]
     notes: tuple[str, ...]
     reservations: ReservationStatistics
     leases: LeaseStatistics
@@ -110,6 +112,7 @@ class Store:
         self.service = DeviceService(opened, self.blocks, self.slabs, heart, self._devices_changed)
         self.evictor = Evictor(self.blocks, self.sealing, policy, Groups(index, opened.config.groups))
         self.rebuilding = False
+        self._job: recovery.Rebuild | None = None
         self._ended = False
         self._commit_failed = False
         self._lost = trio.Event()
@@ -219,6 +222,7 @@ class Store:
         await self.service.take_in_stale()
         self.rebuilding = rebuild
         if rebuild:
+            self._job = job
             self._tasks.start(self._rebuild, job)
         self._tasks.start(self.service.run)
         self._tasks.start(self._commit_loop)
@@ -258,6 +262,11 @@ class Store:
         record = self.index.raw(ROOT_INODE)
         assert record is not None
         return record
+
+    @property
+    def rebuilt(self) -> tuple[int, int]:
+        """Segments that the rebuild of the index has read, and all that hold something; zeros if there was none."""
+        return (0, 0) if self._job is None else (self._job.done, self._job.total)
 
     async def _rebuild(self, job: recovery.Rebuild) -> None:
         try:
@@ -540,8 +549,8 @@ class Store:
             segments=self.segments.statistics(), space=self.space(), eviction=self.evictor.counters,
             bad_blocks=self.blocks.bad_blocks, sealed=self.sealing.sealed + self.plane.statistics()["flushes_sealed"],
             seal_retries=self.sealing.retries, index_bytes=index.bytes, index_pending=index.changes_pending,
-            commit_failures=index.commit_failures, rebuilding=self.rebuilding, notes=tuple(self.notes),
-            reservations=self.reservations.statistics(), leases=self.leases.statistics(),
+            commit_failures=index.commit_failures, rebuilding=self.rebuilding, rebuilt=self.rebuilt,
+            notes=tuple(self.notes), reservations=self.reservations.statistics(), leases=self.leases.statistics(),
         )  # fmt: skip
 
     # ---- devices ----
@@ -550,11 +559,13 @@ class Store:
         if self._options.on_devices is not None:
             self._options.on_devices()
 
-    async def remove_device(self, device: int, *, drain: bool) -> int:
-        """Take a device out for good. `drain`: pinned, open and hot blocks are carried over first. Returns how many
-        blocks went."""
+    async def remove_device(
+        self, device: int, *, drain: bool, progress: Callable[[int, int], None] | None = None
+    ) -> int:
+        """Take a device out for good. `drain`: pinned, open and hot blocks are carried over first, and
+        progress hears how many bytes of how many are done. Returns how many blocks went."""
         self._check_not_rebuilding()
-        return await self.service.remove(device, self._drain if drain else None)
+        return await self.service.remove(device, partial(self._drain, progress) if drain else None)
 
     async def replace_device(self, device: int, path: DeviceAddress, *, force: bool) -> int:
         """Let another device take its place, empty. Returns how many blocks went with the old one."""
@@ -565,15 +576,16 @@ class Store:
         if self.rebuilding:
             raise KvfsError("the index is being rebuilt; devices can be changed when that is done")
 
-    async def _drain(self, indexes: Sequence[SegmentIndex]) -> int:
+    async def _drain(self, progress: Callable[[int, int], None] | None, indexes: Sequence[SegmentIndex]) -> int:
         """Empty these segments; returns how many blocks were not carried over."""
-        gone = 0
+        gone = done_bytes = 0
+        live_bytes = [self.segments.all[index].live_pages * PAGE_SIZE for index in indexes]
 
         def lost(count: int) -> None:
             nonlocal gone
             gone += count
 
-        for index in indexes:
+        for index, size in zip(indexes, live_bytes, strict=True):
             done = False
             with trio.move_on_after(_DRAIN_TIMEOUT_S):
                 while not await self.evictor.drain(self.segments.all[index], lost):
@@ -584,6 +596,9 @@ class Store:
                 done = True
             if not done:
                 raise NoSpaceError(f"segment {index}: not drained in {_DRAIN_TIMEOUT_S:.0f} s: no room for its blocks")
+            done_bytes += size
+            if progress is not None:
+                progress(done_bytes, sum(live_bytes))
         return gone
 
     # ---- closing ----

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvfs import cli
-from kvfs.cli import output, programs, usage, watching
+from kvfs.cli import programs, usage, watching
 from kvfs.cli.command import parser
 from kvfs.cli.targets import in_a_mount
 from kvfs.errors import DeadlineError
@@ -245,20 +245,6 @@ def test_a_path_in_a_mount_below_another_one_is_judged_by_the_nearer() -> None:
     assert in_a_mount("/mnt/kv/file", [root, kvfs, tmpfs])
     assert not in_a_mount("/mnt/kv/tmp/file", [root, kvfs, tmpfs])
     assert not in_a_mount("/mnt/kvx", [root, kvfs, tmpfs])
-
-
-def test_progress_is_silent_for_short_steps(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = 100.0
-    monkeypatch.setattr("time.monotonic", lambda: now)
-    progress = output.ProgressPrinter()
-    progress("reading", 1, 10)
-    assert capsys.readouterr().err == ""
-    now += output.PROGRESS_AFTER_S
-    progress("reading", 5, 10)
-    progress("reading", 6, 10)
-    assert capsys.readouterr().err == "kvfs: reading: 5 of 10 (50%), some 2 s left\n"
 
 
 def test_mount_kvfs_translates_mount_options(tmp_path: Path) -> None:

@@ -488,7 +488,11 @@ def test_drained_what_is_pinned_or_hot_stays(tmp_path: Path) -> None:
         for name in lost[:10]:
             await store.blocks.pin(numbers[name] or InodeNumber(0))
         store.plane.uses.touch([numbers[name] or 0 for name in lost[10:20]])
-        gone = await store.remove_device(SICK, drain=True)
+        told: list[tuple[int, int]] = []
+        gone = await store.remove_device(SICK, drain=True, progress=lambda *so_far: told.append(so_far))
+        # Bytes are told of as they are carried away.
+        assert told == sorted(told) and 0 < told[0][0] < told[-1][0]
+        assert {total for _, total in told} == {told[-1][0]}
         # Those that were not carried over are gone, too.
         assert set(lost[:20]) <= names(store) and gone == len(set(blocks) - names(store)) > 0
         await verify_all(store)

@@ -540,6 +540,8 @@ def test_what_users_do_during_a_rebuild_counts(pool: Path) -> None:
             newer = await write(store, b"file", 4096 * 9)
             await write(store, b"7", 4096 * 9, top.inode)
             await rebuilt(store)
+            # How far it was: `kvfs status` and `kvfs fsck --repair` say so.
+            assert store.rebuilt[0] == store.rebuilt[1] > 0
             assert names(store) == {b"top", b"file"}
             assert store.index.lookup(ROOT_INODE, b"file") == newer.inode
             # The old directory's blocks are in the new one of that name.

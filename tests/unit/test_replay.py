@@ -16,7 +16,6 @@ import pytest
 from helpers import run
 
 from kvfs import cli
-from kvfs.cli.output import ProgressPrinter
 from kvfs.errors import KvfsError, UsageError
 from kvfs.replay import engine, plot, report
 from kvfs.replay.trace import MODELS, Request, invented_trace, read_trace, unlimited_hits
@@ -324,18 +323,6 @@ def test_an_estimate_says_how_long_and_how_much_before_anything_is_stored(tmp_pa
     said = report.estimate(settings(tmp_path, block_size=1 << 20, memory=1 << 30, speed=0.5), requests)
     assert said == ("2 requests for 4 blocks, 3 of them different, of 1.00M: 3 min 0 s at least, stores 3.00M at most")
     assert "as fast as it goes" in report.estimate(settings(tmp_path, speed=None), requests)
-
-
-def test_progress_says_how_long_it_will_go_on(capsys: pytest.CaptureFixture[str]) -> None:
-    now = [0.0]
-    printer = ProgressPrinter(lambda: now[0])
-    for now[0], done, least_s in ((0.0, 0, 0.0), (10.0, 10, 0.0), (20.0, 20, 7000.0), (21.0, 100, 0.0)):
-        printer("requests", done, 100, least_s)
-    assert capsys.readouterr().err.splitlines() == [
-        "kvfs: requests: 10 of 100 (10%), some 1 min 30 s left",
-        "kvfs: requests: 20 of 100 (20%), some 1 h 56 min left",
-        "kvfs: requests: 100 of 100 (100%)",
-    ]
 
 
 # ---- the command ----
