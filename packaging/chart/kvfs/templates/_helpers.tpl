@@ -1,0 +1,72 @@
+{{- define "kvfs.name" -}}
+{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- define "kvfs.labels" -}}
+app.kubernetes.io/name: kvfs
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+{{- end -}}
+
+{{/* Of a component: {root, component}. */}}
+{{- define "kvfs.selector" -}}
+app.kubernetes.io/name: kvfs
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .component }}
+{{- end -}}
+
+{{- define "kvfs.image" -}}
+{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- end -}}
+
+{{- define "kvfs.pool" -}}
+{{ .Values.pool.directory }}/{{ .Values.pool.name }}
+{{- end -}}
+
+{{- define "kvfs.mount" -}}
+{{ .Values.pool.mounts }}/{{ .Values.pool.name }}
+{{- end -}}
+
+{{/* What both pods of a node share. */}}
+{{- define "kvfs.pod" -}}
+serviceAccountName: {{ include "kvfs.name" . }}
+automountServiceAccountToken: false
+{{- with .Values.imagePullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+nodeSelector:
+  kubernetes.io/os: linux
+  {{- with .Values.nodeSelector }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- with .Values.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{/* What no pattern of the schema can say. */}}
+{{- define "kvfs.check" -}}
+{{- $pool := .Values.pool -}}
+{{- $has := or $pool.devices $pool.nodes -}}
+{{- if and (not $has) (not $pool.files) -}}
+{{- fail "pool has no devices: give pool.devices, pool.nodes or pool.files" -}}
+{{- end -}}
+{{- if and $has $pool.files -}}
+{{- fail "pool.files stands in place of devices: give either pool.files or pool.devices and pool.nodes" -}}
+{{- end -}}
+{{- if hasPrefix (printf "%s/" $pool.mounts) (printf "%s/" $pool.directory) -}}
+{{- fail (printf "pool.directory %s lies in pool.mounts %s: no pool may lie below its mount" $pool.directory $pool.mounts) -}}
+{{- end -}}
+{{- if and .Values.metrics.serviceMonitor.enabled (not .Values.metrics.enabled) -}}
+{{- fail "metrics.serviceMonitor.enabled needs metrics.enabled: there is nothing to scrape" -}}
+{{- end -}}
+{{- if and .Values.volumes (not .Values.csi.enabled) -}}
+{{- fail "volumes need csi.enabled: nobody would mount them" -}}
+{{- end -}}
+{{- end -}}
