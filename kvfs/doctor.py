@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from kvfs.cgroup import LEAST, memory_limit
 from kvfs.client.gpu import examine_cuda, examine_cufile
 from kvfs.errors import PoolError, printable
 from kvfs.pool import nvme_kernel
@@ -393,6 +394,17 @@ def _cpu() -> Iterator[Check]:
 
 
 def _memory() -> Iterator[Check]:
+    limit = memory_limit()
+    if limit is not None:
+        found = f"{limit.size >> 20} MiB: the cgroup's limit ({limit.path})"
+        if limit.size < LEAST:
+            action = f"raise it: a daemon needs {LEAST >> 20} MiB at least, and 1 GiB for its usual sizes"
+            yield Check("memory", "missing", found, action, required=True)
+        elif limit.size < 1 << 30:
+            yield Check("memory", "note", f"{found}: staging and memory for reads are smaller than usual")
+        else:
+            yield Check("memory", "ok", found)
+        return
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             mebibytes = int(line.split()[1]) >> 10

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import math
-import os
 import re
 from collections.abc import Callable, Iterable
 from typing import NoReturn
@@ -89,8 +88,9 @@ def size(text: str) -> int:
 
 def memory_size(text: str) -> int:
     """A size that this machine's memory can hold."""
-    found = size(text)
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    from kvfs.cgroup import machine_memory
+
+    found, memory = size(text), machine_memory()
     if found > memory:
         raise argparse.ArgumentTypeError(f"{text!r} is more than this machine's memory, {memory >> 20}M")
     return found

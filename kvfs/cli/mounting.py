@@ -146,10 +146,16 @@ def _add_daemon_arguments(sub: argparse.ArgumentParser) -> None:
     )
     sub.add_argument("--foreground", action="store_true", help="stay, and log to stderr")
     sub.add_argument(
-        "--staging", type=arguments.memory_size, metavar="SIZE", help="memory for blocks being written (default 256M)"
+        "--staging",
+        type=arguments.memory_size,
+        metavar="SIZE",
+        help="memory for blocks being written (default 256M; in a cgroup at most a quarter of its limit)",
     )
     sub.add_argument(
-        "--read-memory", type=arguments.memory_size, metavar="SIZE", help="memory for reads under way (default 128M)"
+        "--read-memory",
+        type=arguments.memory_size,
+        metavar="SIZE",
+        help="memory for reads under way (default 128M; in a cgroup at most an eighth of its limit)",
     )
     sub.add_argument(
         "--threads", type=arguments.count, metavar="N", help="server threads (default: one a core, at most 8)"

@@ -5,12 +5,12 @@ Each check looks at one thing and changes nothing. Engines are looked at by kvfs
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from kvfs.cgroup import memory
 from kvfs.errors import KvfsError, MissingFeatureError
 from kvfs.pod.doctor import Finding, examine
 from kvfs.pod.engine import Names
@@ -33,7 +33,7 @@ def examine_pod(pool: Path) -> list[Finding]:
     config, states = slot_states(pool)
     return [
         *examine_engines(config),
-        examine_map(config, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")),
+        examine_map(config, memory()),
         *examine_pages(config, states, _own_slot(pool)),
         examine_node_clocks(states, time.time()),
     ]

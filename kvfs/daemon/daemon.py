@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, cast
 
 import trio
 
+from kvfs.cgroup import memory_limit
 from kvfs.daemon.devices import device_command
 from kvfs.daemon.hearing import Hearing, reload
 from kvfs.daemon.host import fuse_pages, notify_manager, pid_file
@@ -351,11 +352,21 @@ class Daemon:
         if self._stop.is_set() or self._gone.is_set():
             found["pool"] = {**cast(dict[str, object], found["pool"]), "state": "ending"}
         found["rings"] = self._store.plane.rings()
+        found["memory"] = self._memory(counters)
         if self._made is not None:
             found["mount_device"] = self._made.device
         if self._pod is not None:
             found["pod"] = dict(self._pod.status())
         return found
+
+    def _memory(self, counters: Mapping[str, int]) -> dict[str, object]:
+        limit = memory_limit()
+        return {
+            "staging_size": counters["staging_size"],
+            "read_memory_size": self._options.read_memory_size,
+            "limit": None if limit is None else limit.size,
+            "limit_path": None if limit is None else str(limit.path),
+        }
 
     async def _command_list(self, arguments: Arguments, progress: Progress) -> object:
         depth = arguments.get("depth", 1)

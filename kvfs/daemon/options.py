@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvfs.errors import UsageError
+from kvfs.cgroup import DAEMON_SIZE, LEAST, PART_MIN, machine_memory, memory_limit
+from kvfs.errors import KvfsError, UsageError
 from kvfs.store.opening import StoreOptions
+from kvfs.units import told_size
 from kvfs.virtiofs.exports import Export
 
 # Timeouts in seconds that the kernel accepts (fuse_init_out.request_timeout): it rounds smaller ones up, and checks at
@@ -45,6 +47,23 @@ class MountOptions:
     def read_only(self) -> bool:
         """The pool is mounted to be read: neither the mount nor native clients store, change or delete."""
         return "ro" in self.options
+
+
+def fit_memory(options: MountOptions) -> MountOptions:
+    """The same options with the sizes of staging and reads. Defaults are at most a quarter and an eighth of the
+    cgroup's limit. KvfsError: the limit holds no daemon of these sizes."""
+    limit, usual = memory_limit(), StoreOptions()
+    size = machine_memory() if limit is None else limit.size
+    staging, reads = options.staging_size, options.read_memory_size
+    staging = max(min(usual.staging_size, size // 4 >> 20 << 20) if staging is None else staging, PART_MIN)
+    reads = max(min(usual.read_memory_size, size // 8 >> 20 << 20) if reads is None else reads, PART_MIN)
+    if limit is not None and DAEMON_SIZE + staging + reads > limit.size:
+        raise KvfsError(
+            f"{options.pool}: the cgroup's memory limit is {told_size(limit.size)} ({limit.path}); a daemon needs "
+            f"{told_size(DAEMON_SIZE)}, {told_size(staging)} of --staging and {told_size(reads)} of --read-memory: "
+            f"raise the limit, or lower these two ({told_size(LEAST)} in all is the least)"
+        )
+    return replace(options, staging_size=staging, read_memory_size=reads)
 
 
 def own_limit_ms(request_timeout_s: int | None, limit_ms: int) -> int:

@@ -16,7 +16,7 @@ import trio
 from kvfs import signals
 from kvfs.daemon.daemon import serve
 from kvfs.daemon.host import raise_fuse_pages, raise_limits
-from kvfs.daemon.options import MountOptions, check_request_timeout
+from kvfs.daemon.options import MountOptions, check_request_timeout, fit_memory
 from kvfs.daemon.reporter import LOG_NAME, Reporter, log_to_file, log_to_stderr
 from kvfs.errors import DeadlineError, KvfsError, PoolError, UsageError, first_error, printable
 from kvfs.frontend import mount as mounting
@@ -34,6 +34,7 @@ def start(options: MountOptions) -> int:
     """
     assert options.mountpoint is not None or options.exports
     check_request_timeout(options)
+    options = fit_memory(options)
     if options.foreground:
         log_to_stderr(logging.INFO)
         if _run(options, Reporter(None)) == signals.INTERRUPT:

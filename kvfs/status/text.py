@@ -165,6 +165,14 @@ def _names_text(status: Json) -> str:
     return f", names {used:.0f} of {size:.0f} ({number(names, 'kept'):.0f} not evictable)"
 
 
+def memory_text(status: Json) -> str:
+    """The memory that the daemon gives to files being written and to reads, and its cgroup's limit."""
+    memory = section(status, "memory")
+    sizes = [size_text(number(memory, key)) for key in ("staging_size", "read_memory_size")]
+    limit = f", cgroup's limit {size_text(number(memory, 'limit'))}" if memory.get("limit") else ""
+    return f"staging {sizes[0]}, reads {sizes[1]}{limit}"
+
+
 def render_status(status: Json) -> str:
     """The text of `kvfs status`."""
     pool, segments, space = section(status, "pool"), section(status, "segments"), section(status, "space")
@@ -179,6 +187,8 @@ def render_status(status: Json) -> str:
         lines.append(f"export: {export.get('socket')} (tag {export.get('tag')}): {guest}")
     if "rings" in status:
         lines.append(f" rings: {status['rings']}")
+    if "memory" in status:
+        lines.append(f"memory: {memory_text(status)}")
     notes = advice(status)
     lines.append(f"advice: {notes[0] if notes else 'nothing to do'}")
     lines += [f"        {note}" for note in notes[1:]]

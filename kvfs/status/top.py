@@ -30,6 +30,7 @@ from kvfs.status.numbers import (
     time_text,
 )
 from kvfs.status.pod import owner_rows, pod_lines
+from kvfs.status.text import memory_text
 from kvfs.units import size_text
 
 # The daemon walks its index for a survey.
@@ -223,6 +224,7 @@ def _head(change: Json, seconds: float) -> list[str]:
         f"use {size_text(used)} of {size_text(size)}  blocks {number(change, 'blocks'):.0f}  "
         f"clients {number(change, 'native_clients'):.0f}  "
         f"evicted {count_text(number(counters, 'evicted_blocks') / seconds)} blocks/s",
+        *([f"memory: {memory_text(change)}; I/O by {change.get('rings')}"] if "memory" in change else []),
         *(line.strip() for line in pod_lines(change)[:2]),
     ]
 

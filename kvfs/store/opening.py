@@ -4,12 +4,12 @@ mount."""
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
+from kvfs.cgroup import memory
 from kvfs.checks import check_records
 from kvfs.errors import FormatError, KvfsError
 from kvfs.index.lmdb import LmdbIndex
@@ -87,8 +87,7 @@ def map_entries(config: PoolConfig) -> int:
     """How many names of other nodes the pod map of this machine holds: as many as pool.toml says, or a usual number."""
     assert config.pod is not None
     size = sum(device.size for device in config.devices)
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    usual = max(_MAP_ENTRIES_MIN, min(size // _MAP_BLOCK, memory // _MAP_MEMORY_SHARE // MAP_ENTRY_SIZE))
+    usual = max(_MAP_ENTRIES_MIN, min(size // _MAP_BLOCK, memory() // _MAP_MEMORY_SHARE // MAP_ENTRY_SIZE))
     return config.pod.map_size // MAP_ENTRY_SIZE or usual
 
 

@@ -1,0 +1,115 @@
+"""The memory that this process may have: its cgroup's limit, or else the machine's memory.
+
+A container, a unit with MemoryMax= and a pod with limits are cgroups. Beyond the limit the kernel kills, and no call
+fails before. Sources: Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst of the kernel, cgroups(7).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_PROC = Path("/proc/self")
+# The name of the limit's file by the filesystem's type.
+_LIMIT_FILES = {"cgroup2": "memory.max", "cgroup": "memory.limit_in_bytes"}
+# Memory of a daemon beside staging and reads: interpreter, tables and rings. Measured: 22 MiB, with room for tables.
+DAEMON_SIZE = 64 << 20
+# Staging and reads have no less; kvfs_plane.h calls it 16 chunks.
+PART_MIN = 16 << 20
+# The smallest limit that a daemon starts with.
+LEAST = DAEMON_SIZE + 2 * PART_MIN
+# A hierarchy is some levels deep: what is deeper is not the kernel's.
+_DEPTH_MAX = 64
+# Digits of 2**64.
+_DIGITS_MAX = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """The smallest limit of a process's cgroups: bytes, and the file that has it."""
+
+    size: int
+    path: Path
+
+
+def machine_memory() -> int:
+    """Bytes of this machine's memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def memory() -> int:
+    """Bytes of memory that this process may have at most."""
+    limit = memory_limit()
+    return machine_memory() if limit is None else limit.size
+
+
+def memory_limit(proc: Path = _PROC) -> Limit | None:
+    """The smallest memory limit of this process's cgroup and those above it, of either version. It is None if
+    nothing here says one below the machine's memory."""
+    try:
+        own = (proc / "cgroup").read_text(errors="surrogateescape")
+        mounted = (proc / "mountinfo").read_text(errors="surrogateescape")
+    except OSError:
+        return None
+    found: Limit | None = None
+    for kind, root, mountpoint in _hierarchies(mounted):
+        path = _own_path(own, kind)
+        for directory in [] if path is None else _directories(path, root, mountpoint):
+            limit = _read(directory / _LIMIT_FILES[kind])
+            if limit is not None and (found is None or limit.size < found.size):
+                found = limit
+    return found if found is not None and found.size < machine_memory() else None
+
+
+def _hierarchies(mounted: str) -> Iterator[tuple[str, str, Path]]:
+    """The mounts of cgroups that may have memory limits: type, the cgroup that is their root, mount point."""
+    for line in mounted.splitlines():
+        left, _, right = line.partition(" - ")
+        fields, filesystem = left.split(" "), right.split(" ")
+        if len(fields) < 6 or len(filesystem) < 3 or filesystem[0] not in _LIMIT_FILES:
+            continue
+        if filesystem[0] == "cgroup" and "memory" not in filesystem[2].split(","):
+            continue
+        yield filesystem[0], _unescaped(fields[3]), Path(_unescaped(fields[4]))
+
+
+def _unescaped(text: str) -> str:
+    for code, char in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
+        text = text.replace(code, char)
+    return text
+
+
+def _own_path(own: str, kind: str) -> str | None:
+    """This process's cgroup in /proc/self/cgroup: of the memory controller of version 1, or of version 2."""
+    for line in own.splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if kind == "cgroup2" and number == "0" and not controllers:
+            return path
+        if kind == "cgroup" and "memory" in controllers.split(","):
+            return path
+    return None
+
+
+def _directories(path: str, root: str, mountpoint: Path) -> list[Path]:
+    """The directory of a cgroup in a mount, and those above it there. A container may see its own cgroup as the root,
+    and its path as of the machine's: then the mount point alone is looked at."""
+    root = root.rstrip("/")
+    if path != root and not path.startswith(f"{root}/"):
+        return [mountpoint]
+    parts = [part for part in path.removeprefix(root).split("/") if part]
+    if ".." in parts or len(parts) > _DEPTH_MAX:
+        return [mountpoint]
+    return [mountpoint.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1)]
+
+
+def _read(path: Path) -> Limit | None:
+    """The limit in a file; None: no file, "max", or no number of bytes."""
+    try:
+        text = path.read_text(errors="replace").strip()
+    except OSError:
+        return None
+    digits = text.isascii() and text.isdigit() and len(text) <= _DIGITS_MAX
+    return Limit(int(text), path) if digits else None
