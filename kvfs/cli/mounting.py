@@ -16,10 +16,11 @@ from kvfs.cli import arguments
 from kvfs.cli.arguments import Verbs
 from kvfs.cli.output import emit, emit_line, note
 from kvfs.cli.progress import Progress
-from kvfs.errors import KvfsError, UsageError
+from kvfs.errors import KvfsError, UsageError, printable
 from kvfs.frontend.asking import daemon_pid, stopped
 from kvfs.frontend.holders import Holder, describe, holders, is_stopped
 from kvfs.status import numbers
+from kvfs.units import counted, size_text
 
 if TYPE_CHECKING:
     from kvfs.daemon.options import MountOptions
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 UMOUNT_TIMEOUT_S = 120.0
 UMOUNT_STATUS_TIMEOUT_S = 5.0
+STARTED_STATUS_TIMEOUT_S = 5.0
 
 
 def add_mount(verbs: Verbs) -> None:
@@ -123,8 +125,47 @@ def _start(args: argparse.Namespace, options: MountOptions) -> int:
     )
     mountpoint = {"mountpoint": str(options.mountpoint)} if options.mountpoint is not None else {}
     exports = [_export_part(export) for export in options.exports]
-    emit(args, {"pool": str(options.pool), **mountpoint, "exports": exports, "pid": pid})
+    document = {"pool": str(options.pool), **mountpoint, "exports": exports, "pid": pid}
+    if not args.foreground:  # else it has ended by now
+        document.update(_started_part(options.pool))
+    emit(args, document, "" if args.foreground else lambda: started_text(document))
     return 0
+
+
+def _started_part(pool: Path) -> dict[str, object]:
+    """Facts about the pool that is served now. A daemon that gives none in time is no failure: it has started."""
+    from kvfs.daemon.reporter import LOG_NAME
+    from kvfs.frontend.asking import ControlClient
+
+    part: dict[str, object] = {"log": str(pool / LOG_NAME)}
+    with suppress(KvfsError), ControlClient(pool, timeout_s=STARTED_STATUS_TIMEOUT_S) as client:
+        status = cast(numbers.Json, client.call("status"))
+        states = [str(device.get("state")) for device in numbers.items(status, "devices")]
+        part.update(
+            devices=len(states) - states.count("removed"),
+            devices_away=sum(state.startswith(("failed", "returning")) for state in states),
+            size=int(numbers.number(status, "space", "size")),
+            free=int(numbers.number(status, "space", "free")),
+            blocks=int(numbers.number(status, "blocks")),
+            rings=str(status.get("rings")),
+        )
+    return part
+
+
+def started_text(document: numbers.Json) -> str:
+    """The line of `kvfs mount` or `kvfs export`: of what is served where, and by what."""
+    sockets = [str(export.get("socket")) for export in numbers.items(document, "exports")]
+    where = f"{document['mountpoint']}: pool {document['pool']}" if "mountpoint" in document else f"{document['pool']}"
+    said = [where + (f" exported at {' and '.join(sockets)}" if sockets else "")]
+    if "devices" in document:
+        away = numbers.number(document, "devices_away")
+        said += [
+            counted(numbers.number(document, "devices"), "device") + (f" ({away:.0f} away)" if away else ""),
+            f"{size_text(numbers.number(document, 'free'))} free of {size_text(numbers.number(document, 'size'))}",
+            f"I/O by {document['rings']}",
+            f"{document['blocks']:,} {'block' if document['blocks'] == 1 else 'blocks'}",
+        ]
+    return printable(", ".join([*said, f"pid {document['pid']}", f"log {document['log']}"]))
 
 
 def _add_daemon_arguments(sub: argparse.ArgumentParser) -> None:

@@ -20,6 +20,7 @@ import pytest
 from helpers import REPOSITORY, Pool, content, in_child, opened, requires_root, run, wait_until, write_file
 
 from kvfs import cli
+from kvfs.cli import mounting
 from kvfs.pool import signatures
 
 SIZE = 100_000
@@ -404,3 +405,37 @@ def test_a_verb_that_asks_the_daemon_loads_nothing_of_the_daemon(own_pool: Calla
         loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import ")}
         assert "kvfs.frontend.asking" in loaded, verb
         assert not loaded & {"trio", "lmdb", "pyfuse3", "kvfs._native", "kvfs.plane", "kvfs.store.store"}, verb
+
+
+# ---- the line of a mount ----
+
+
+def test_mount_says_in_a_line_what_it_did_and_json_has_the_same() -> None:
+    with Pool(files=3, size="128M", started=False, format_args=("--stripe-width", "1")) as pool:
+        line = pool.command("mount", str(pool.path), str(pool.mount)).stdout
+        pid = (pool.path / "kvfs.pid").read_text().strip()
+        assert line.count("\n") == 1 and line.startswith(f"{pool.mount}: pool {pool.path}, 3 devices, ")
+        assert " free of " in line and ", I/O by " in line
+        assert line.endswith(f", 0 blocks, pid {pid}, log {pool.path}/kvfs.log\n")
+        write_file(pool.mount / "block", content(SIZE))
+        pool.command("umount", str(pool.mount))
+        (pool.path / "devices" / "2").rename(pool.path / "away")
+        found = json.loads(pool.command("mount", str(pool.path), str(pool.mount), "-o", "json").stdout)
+        assert found["devices"] == 3 and found["devices_away"] == 1 and 0 < found["free"] < found["size"]
+        assert found["pool"] == str(pool.path) and found["mountpoint"] == str(pool.mount) and found["exports"] == []
+        assert found["log"] == f"{pool.path}/kvfs.log" and found["pid"] > 0 and found["rings"]
+        pool.command("umount", str(pool.mount))
+        (pool.path / "away").rename(pool.path / "devices" / "2")
+
+
+def test_an_export_says_its_sockets_and_a_daemon_that_tells_nothing_has_started_all_the_same() -> None:
+    export = {"socket": "/run/vm1.sock"}
+    facts = {"devices": 1, "size": 2 << 30, "free": 1 << 30, "blocks": 12345, "rings": "io_uring"}
+    end = {"pid": 4711, "log": "/srv/pool/kvfs.log"}
+    assert (
+        mounting.started_text({"pool": "/srv/pool", "exports": [export, export], **facts, **end})
+        == "/srv/pool exported at /run/vm1.sock and /run/vm1.sock, 1 device, 1.00G free of 2.00G, I/O by io_uring, "
+        "12,345 blocks, pid 4711, log /srv/pool/kvfs.log"
+    )
+    said = mounting.started_text({"pool": "/srv/p\n", "mountpoint": "/mnt/kv", "exports": [], **end})
+    assert said == "/mnt/kv: pool /srv/p\\n, pid 4711, log /srv/pool/kvfs.log"
