@@ -15,6 +15,7 @@ import trio
 
 from kvfs import signals
 from kvfs.daemon.daemon import serve
+from kvfs.daemon.first import leave_first
 from kvfs.daemon.host import raise_fuse_pages, raise_limits
 from kvfs.daemon.options import MountOptions, check_request_timeout, fit_memory
 from kvfs.daemon.reporter import LOG_NAME, Reporter, log_to_file, log_to_stderr
@@ -36,6 +37,7 @@ def start(options: MountOptions) -> int:
     check_request_timeout(options)
     options = fit_memory(options)
     if options.foreground:
+        leave_first()
         log_to_stderr(logging.INFO)
         if _run(options, Reporter(None)) == signals.INTERRUPT:
             raise KeyboardInterrupt  # told as by each other command
