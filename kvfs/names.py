@@ -14,6 +14,7 @@ from enum import IntEnum, IntFlag
 from types import TracebackType
 from typing import Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar, cast
 
+from kvfs import journal
 from kvfs._native import ffi, lib
 from kvfs.errors import KvfsError
 from kvfs.types import InodeNumber
@@ -132,7 +133,7 @@ class Names:
             names = out[0]
         self._names = names
         self._record = ffi.new("uint8_t[]", _CAPACITY)
-        self._number = ffi.new("uint64_t *")
+        self._number, self._second = ffi.new("uint64_t *"), ffi.new("uint64_t *")
         self._noted = ffi.new("struct kvfs_noted[]", _NOTED_MAX)
 
     def close(self) -> None:
@@ -390,6 +391,36 @@ class Names:
     def pending(self) -> int:
         """Changes that no commit has begun to write."""
         return cast(int, lib.kvfs_names_pending(self._names))
+
+    # ---- the journal ----
+
+    def attach(self, fd: int) -> None:
+        """From now on changes are written to this journal too. Its content counts as durable. Call once.
+        journal.JournalError."""
+        if (result := lib.kvfs_names_journal(self._names, fd)) < 0:
+            raise journal.failure(-result, fd)
+
+    def journal_settled(self) -> None:
+        """No request of the former daemon is sent again any more."""
+        lib.kvfs_names_journal_settled(self._names)
+
+    def journal_idle(self) -> None:
+        """Nothing is pending, and no commit is under way: what is in the journal may go."""
+        lib.kvfs_names_journal_idle(self._names)
+
+    def journal_mark(self) -> tuple[int, int] | None:
+        """Of the commit that begins in this step: the journal's id, and the last change that the commit has; None
+        without a journal."""
+        if not lib.kvfs_names_journal_mark(self._names, self._number, self._second):
+            return None
+        return self._number[0], self._second[0]
+
+    def journal_fill(self) -> journal.Fill | None:
+        """How full the journal is; None without one."""
+        out = ffi.new("struct kvfs_journal_fill *")
+        if not lib.kvfs_names_journal_fill(self._names, out):
+            return None
+        return journal.Fill(out.size, out.used, out.lost, out.unanswered)
 
 
 class _Stepping(Protocol):

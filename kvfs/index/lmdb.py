@@ -51,6 +51,7 @@ _U64 = struct.Struct(">Q")
 _MEMBER = struct.Struct(">IQ")
 _U32 = struct.Struct(">I")
 _VALUE = struct.Struct("<Q")
+_MARK = struct.Struct("<QQ")
 _LIST_BATCH = 256
 _DEPTH_MAX = 4096  # of directories: longer than PATH_MAX allows
 # Keys beyond the segment are read in vain.
@@ -155,6 +156,7 @@ class LmdbIndex:
         # While a rebuild runs: the names removed since, which must not come back from an old header.
         self.removed_names: set[tuple[int, bytes]] | None = None
         self.distrusted = False
+        self._journal: tuple[bytes, bytes] | None = None
         self._hidden = Hidden()
         self._on_drop: Callable[[Inode], None] | None = None  # set as long as anything can be hidden
 
@@ -542,6 +544,10 @@ class LmdbIndex:
 
     # ---- committing ----
 
+    def follow_journal(self, key: bytes, tail: bytes) -> None:
+        """Each commit has under this meta key what it has of the names' journal: id and sequence, then the tail."""
+        self._journal = (key, tail)
+
     async def commit(self, before: Callable[[], None] | None = None) -> None:
         """Return when every change made so far is durable. KvfsError with the errno if it cannot be: the changes then
         stay pending. `before` is called in the step that the commit begins with: its changes are part of it."""
@@ -582,8 +588,13 @@ class LmdbIndex:
             if before is not None:
                 before()
             if not self._uncommitted:
+                self._names.journal_idle()
                 return None
             count, inodes = self._names.pending, self._names.commit_begin()
+            mark = self._names.journal_mark()
+            if mark is not None and self._journal is not None:
+                key, tail = self._journal
+                self._pending.meta[key] = _MARK.pack(*mark) + tail
         batch, self._pending = self._pending, _Batch()
         batch.inodes, batch.inode_count = inodes, count
         self._committing = batch

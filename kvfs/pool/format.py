@@ -409,3 +409,5 @@ def unpack_summary(config: PoolConfig, segment: SegmentIndex, data: bytes) -> Su
 META_UUID, META_CLEAN, META_EPOCH, META_VERSION = b"uuid", b"clean", b"epoch", b"version"
 META_IN_FLIGHT, META_OPENING = b"in_flight", b"opening"
 META_NUMBER = struct.Struct("<Q")
+# Of which journal of names the index has what: its id, a sequence number, the mount epoch.
+META_JOURNAL, META_JOURNAL_VALUE = b"journal", struct.Struct("<QQQ")

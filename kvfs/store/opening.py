@@ -51,6 +51,9 @@ class StoreOptions(PlaneTuning):
     take_over: bool = False
     # Take a slot of the pod first, where this node has none.
     join: bool = False
+    # The descriptor of a journal of names (kvfs/journal.py), the caller's. Its content is taken in, and changes are
+    # written there.
+    journal: int | None = None
     # Called with a text when opening has to wait for somebody.
     on_wait: Callable[[str], None] | None = None
 

@@ -22,6 +22,7 @@ from kvfs.index.lmdb import Bulk, LmdbIndex
 from kvfs.plane import Plane
 from kvfs.pool.format import SegmentHeader, Stream
 from kvfs.record import RECORD_EXTENT, RECORD_HEAD, RECORD_SIZE, Inode, InodeFlags, Kind, split_records
+from kvfs.store.inheritance import Inheritance, nameless_blocks
 from kvfs.store.pins import Pins
 from kvfs.store.segment import Segment, State, usage
 from kvfs.store.segments import Segments
@@ -75,11 +76,12 @@ async def scan(segments: Segments, plane: Plane, segment: Segment, first_page: i
 
 
 async def recover(
-    index: LmdbIndex, segments: Segments, plane: Plane, pins: Pins, known_version: int, in_flight: set[int]
-) -> None:
+    index: LmdbIndex, segments: Segments, plane: Plane, pins: Pins, known_version: int, in_flight: set[int],
+    inherited: Inheritance | None = None,
+) -> None:  # fmt: skip
     """Bring index and segments together after an unclean end. Afterwards every segment is FREE or CLOSED.
 
-    The index knows the fate of every block up to known_version, but those in flight.
+    The index knows the fate of every block up to known_version, but those in flight. An inheritance is newer.
     """
     headers, _ = await segments.reader.headers([segment.index for segment in segments.own], segments.epoch - 1)
     to_scan: list[tuple[Segment, int]] = []
@@ -118,7 +120,8 @@ async def recover(
             # The daemon that died may have had writes of a slab under way.
             segment.late |= segment.stream == Stream.SLAB
         segments.changed(segment)
-    admission = Admission(index, segments, plane, pins, lost, known_version, in_flight)
+    told = set() if inherited is None else (await inherited.replay(segments, pins)).inodes
+    admission = Admission(index, segments, plane, pins, lost, known_version, in_flight, told)
     for segment, first_page in sorted(to_scan, key=lambda item: -item[0].generation):
         segment.state = State.CLOSED
         segment.late = True  # clients of the daemon that died may still write to it
@@ -180,7 +183,7 @@ async def _admit_summary(segments: Segments, segment: Segment, admission: Admiss
 
 
 async def recount(index: LmdbIndex, segments: Segments) -> None:
-    """Count live pages anew from all records."""
+    """Count live pages anew from all records, those that no commit writes included."""
     live = [0] * len(segments.all)
     index.commit_now()
     for chunk in index.records(1 << 20):
@@ -194,6 +197,9 @@ async def recount(index: LmdbIndex, segments: Segments) -> None:
                 for holder, pages in usage(Inode.unpack(chunk, at)).items():
                     live[holder] += pages
         await trio.lowlevel.checkpoint()
+    for record in nameless_blocks(index):
+        for holder, pages in usage(Inode.unpack(record)).items():
+            live[holder] += pages
     for segment in segments.own:
         if segment.live_pages != live[segment.index]:
             segment.live_pages = live[segment.index]
@@ -211,6 +217,7 @@ class Admission:
     lost: set[int]
     known_version: int
     in_flight: set[int] = field(default_factory=set)
+    told: set[int] = field(default_factory=set)  # inodes whose fate is known, whatever a header says
     admitted: int = 0
     readmitted: int = 0
 
@@ -265,7 +272,7 @@ class Admission:
 
     def _is_new(self, inode: Inode) -> bool:
         """Whether the index may lack the block only because the index is older."""
-        if not inode.sealed or inode.nameless or not self._in_place(inode):
+        if not inode.sealed or inode.nameless or inode.inode in self.told or not self._in_place(inode):
             return False
         # The block was sealed before the last commit. If the index does not have it, it was removed, unless its segment
         # was lost.

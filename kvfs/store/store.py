@@ -25,7 +25,16 @@ from kvfs.names import Leave
 from kvfs.plane import Event, EventType, Plane, PlaneError
 from kvfs.pool.config import CONFIG_NAME, PoolConfig, compare
 from kvfs.pool.devices import Device, DeviceAddress
-from kvfs.pool.format import META_CLEAN, META_EPOCH, META_IN_FLIGHT, META_NUMBER, META_OPENING, META_UUID, META_VERSION
+from kvfs.pool.format import (
+    META_CLEAN,
+    META_EPOCH,
+    META_IN_FLIGHT,
+    META_JOURNAL,
+    META_NUMBER,
+    META_OPENING,
+    META_UUID,
+    META_VERSION,
+)
 from kvfs.pool.heart import Heart
 from kvfs.pool.joining import ensure_joined
 from kvfs.pool.labels import write_labels
@@ -38,6 +47,7 @@ from kvfs.store.device_service import DeviceService
 from kvfs.store.eviction import EvictionPolicy, LeastLoss
 from kvfs.store.evictor import EvictionCounters, Evictor
 from kvfs.store.groups import Groups
+from kvfs.store.inheritance import Inheritance, nameless_blocks
 from kvfs.store.leases import Leases, LeaseStatistics
 from kvfs.store.opening import StoreOptions, index_epoch, make_plane, meta_number, open_index, pod_options
 from kvfs.store.pins import Pins
@@ -114,6 +124,7 @@ class Store:
         self.rebuilding = False
         self._job: recovery.Rebuild | None = None
         self._ended = False
+        self._leaves = False
         self._commit_failed = False
         self._lost = trio.Event()
 
@@ -187,6 +198,7 @@ class Store:
         loaded, `stack` closes the store at its end."""
         index = self.index
         clean = index.meta_get(META_CLEAN) == b"1" and not rebuild
+        inherited = self._inherit(rebuild)
         index.meta_put(META_CLEAN, b"0")
         index.meta_put(META_EPOCH, META_NUMBER.pack(self.epoch))
         index.meta_put(META_UUID, self.config.uuid.bytes)
@@ -199,16 +211,23 @@ class Store:
             self.notes.append("the index was missing or unreadable; it is being rebuilt from the devices")
             job = recovery.Rebuild(self.index, self.segments, self.plane, self.pins)
             await job.prepare()
-        elif not clean:
+        elif not clean or (inherited is not None and inherited.has_news):
+            clean = False
             in_flight = array("Q", index.meta_get(META_IN_FLIGHT) or b"")
             known_version = meta_number(index, META_VERSION)
-            await recovery.recover(self.index, self.segments, self.plane, self.pins, known_version, set(in_flight))
+            await recovery.recover(self.index, self.segments, self.plane, self.pins, known_version, set(in_flight),
+                                   inherited)  # fmt: skip
+        if inherited is not None:
+            inherited.follow(self.epoch, taken=True)
         # From here on each commit carries versions: before it, recovery needed those of the last mount.
         self.blocks.commit_now()
+        if inherited is not None:
+            inherited.attach(self.plane.names)
         if not rebuild:
             for chunk in index.records(_CHUNK):
                 self.plane.table_load(self._visible(chunk) if index.is_hiding else chunk)
                 await trio.lowlevel.checkpoint()
+            self.plane.table_load(b"".join(nameless_blocks(index)))
             self.plane.table_set_complete(True)
         else:
             self.plane.table_load(self._root_record())
@@ -237,6 +256,17 @@ class Store:
         if not rebuild:
             self._open_names()
         self._tasks.start(self.blocks.tell_evictions)
+
+    def _inherit(self, rebuild: bool) -> Inheritance | None:
+        """The journal's changes above the index, before this mount changes that. JournalError."""
+        if self._options.journal is None:
+            self.index.meta_put(META_JOURNAL, None)
+            return None
+        inherited = Inheritance(self._options.journal, self.index, rebuild=rebuild)
+        if inherited.ignored:
+            log.warning("%s", inherited.ignored)
+        inherited.follow(self.epoch, taken=False)
+        return inherited
 
     def _open_names(self) -> None:
         """From now on the data plane makes, renames, removes and seals files."""
@@ -313,6 +343,7 @@ class Store:
         await self.blocks.commit()
         await trio.to_thread.run_sync(self._heart.raise_epoch, epoch)
         self.index.meta_put(META_EPOCH, META_NUMBER.pack(epoch))
+        self.index.follow_journal(META_JOURNAL, META_NUMBER.pack(epoch))
         await self.blocks.commit()
         self.blocks.names.number(epoch << COUNTER_BITS | self.slot, in_pod=True)
         log.info("mount epoch %d: the numbers of the last one were running out", epoch)
@@ -321,6 +352,11 @@ class Store:
         """Tell others that want the pool that it will soon be free."""
         self._heart.ending()
         self._lock.describe(ending=True)
+
+    def leave(self) -> None:
+        """Kernels keep their handles, for the next store that has the journal: sealed blocks without a name stay in
+        it."""
+        self._leaves = self._options.journal is not None
 
     # ---- background ----
 
@@ -625,7 +661,9 @@ class Store:
         self.segments.stop()
         for number in self.index.volatile_inodes():
             inode = self.index.get(number)
-            if inode is not None and inode.sealed:
+            if inode is not None and inode.sealed and self._leaves:
+                clean = False  # its pages are counted anew by whoever inherits it, or does not
+            elif inode is not None and inode.sealed:
                 with suppress(PlaneError):  # a rebuild has not got to it
                     self.plane.inode_remove(number)
                 self.blocks.drop(inode)
