@@ -51,7 +51,7 @@ IO_URING_DISABLED_PATH = Path("/proc/sys/kernel/io_uring_disabled")
 RING_COUNT = 24
 RING_ENTRIES = 512
 
-_SYS_IO_URING_SETUP, _SYS_IO_URING_REGISTER = 425, 427
+_SYS_IO_URING_SETUP, _SYS_IO_URING_ENTER, _SYS_IO_URING_REGISTER = 425, 426, 427
 _IORING_REGISTER_PROBE = 8
 # Operations that the ring uses: READV, WRITEV, READ_FIXED, WRITE_FIXED, TIMEOUT, ASYNC_CANCEL, LINK_TIMEOUT, READ,
 # WRITE.
@@ -313,6 +313,10 @@ class _Ring:
                 supported.add(operation)
         return [name for operation, name in _WANTED_OPERATIONS.items() if operation not in supported]
 
+    def enter(self) -> None:
+        """Submits nothing, and waits for nothing."""
+        self._call(_SYS_IO_URING_ENTER, self.fd, 0, 0, 0, None, 0)
+
     def close(self) -> None:
         if self.fd >= 0:
             os.close(self.fd)
@@ -320,18 +324,23 @@ class _Ring:
 
 
 def _io_uring() -> Iterator[Check]:
-    enable = "as root: sysctl kernel.io_uring_disabled=0; in a container: a seccomp profile that allows io_uring"
     disabled = IO_URING_DISABLED_PATH.read_text().strip() if IO_URING_DISABLED_PATH.exists() else "0"
+    profile = "a seccomp profile that allows io_uring (Docker: --security-opt seccomp=FILE)"
+    enable = profile if disabled == "0" else f"as root: sysctl kernel.io_uring_disabled=0; in a container: {profile}"
+    call = "io_uring_setup"
     try:
         ring = _Ring()
+        try:
+            call = "io_uring_register"
+            missing = ring.missing_operations()
+            call = "io_uring_enter"
+            ring.enter()
+        finally:
+            ring.close()
     except OSError as error:
-        found = f"io_uring_setup: {error.strerror}; kernel.io_uring_disabled = {disabled}"
+        found = f"{call}: {error.strerror}; kernel.io_uring_disabled = {disabled}"
         yield Check("io_uring", "note", f"{found}: device I/O goes by threads, which cost more", enable)
         return
-    try:
-        missing = ring.missing_operations()
-    finally:
-        ring.close()
     if missing:
         yield Check("io_uring", "missing", f"this kernel lacks {', '.join(missing)}", "a newer kernel", required=True)
     elif disabled != "0":

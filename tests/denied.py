@@ -1,7 +1,8 @@
 """Runs a program where system calls are denied, as a container's seccomp profile does: python denied.py WORD COMMAND...
 
-WORD is ERRNO or ERRNO:CALL, such as EPERM, or ENOSYS:enter; CALL is setup, enter or register of io_uring, and without
-it all three are denied. The filter is the kernel's, by prctl(2), and holds for all that the program starts.
+WORD is ERRNO or ERRNO:CALL, such as EPERM, or ENOSYS:enter. CALL is setup, enter or register of io_uring; without it
+all three are denied. It may be clone or clone3: no thread and no process is made. Several words have commas between
+them. The filter is the kernel's, by prctl(2), and holds for all that the program starts.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import os
 import struct
 import sys
 
-CALLS = {"setup": 425, "enter": 426, "register": 427}
+RINGS = {"setup": 425, "enter": 426, "register": 427}
+CALLS = {**RINGS, "clone": 56, "clone3": 435}
 PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
 LOAD, JUMP_IF_EQUAL, RETURN = 0x20, 0x15, 0x06
 ALLOW, ERRNO = 0x7FFF0000, 0x00050000
@@ -24,11 +26,12 @@ class Program(ctypes.Structure):
 
 def deny(word: str) -> None:
     """The calling thread, and all that comes from it, for good."""
-    error, _, call = word.partition(":")
-    numbers = [CALLS[call]] if call else list(CALLS.values())
     steps = [(LOAD, 0, 0, 0)]  # the number of the call
-    steps += [(JUMP_IF_EQUAL, len(numbers) - i, 0, number) for i, number in enumerate(numbers)]
-    steps += [(RETURN, 0, 0, ALLOW), (RETURN, 0, 0, ERRNO | int(getattr(errno, error)))]
+    for one in word.split(","):
+        error, _, call = one.partition(":")
+        for number in [CALLS[call]] if call else RINGS.values():
+            steps += [(JUMP_IF_EQUAL, 0, 1, number), (RETURN, 0, 0, ERRNO | int(getattr(errno, error)))]
+    steps += [(RETURN, 0, 0, ALLOW)]
     program = Program(len(steps), b"".join(struct.pack("HBBI", *step) for step in steps))
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):

@@ -8,6 +8,7 @@ change of state, and a thread of its own connects again.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import select
@@ -45,6 +46,8 @@ RETRY_MIN_S, RETRY_MAX_S = 0.25, 2.0
 BUSY_TIMEOUT_S = 60.0
 _BUSY_POLL_S = 0.005
 _PROBE = b"\0"
+# Errors of this process's limits.
+_NOT_TO_BE_HAD = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 _COMPONENT_MAX, _NAMESPACE_MAX = 200, 1023
 
 
@@ -209,6 +212,7 @@ class Connection:
         self._lock = threading.RLock()
         self._stop = threading.Event()
         self._keeper: threading.Thread | None = None
+        self._keeper_due_s = 0.0
         self._warned: set[int] = set()
         self._link: _Link | None = None
         self._links: list[_Link] = []
@@ -304,6 +308,7 @@ class Connection:
         """Is each block there now? A block that is there already counts as stored."""
         sizes = [_size(memory) for _, memory in items]
         if self.state is not State.UP:
+            self._ensure_keeper()
             self.counters.dropped += len(items)
             return [False] * len(items)
         failed: Mapping[bytes, KvfsError] = {}
@@ -366,8 +371,9 @@ class Connection:
                         self._complete(link, completion)
             self._look_at_busy()
             for link in [link for link in self._links if link is not self._link and not link.pending]:
-                self._links.remove(link)
-                threading.Thread(target=_close, args=(link,), name="kvfs-close", daemon=True).start()
+                with contextlib.suppress(RuntimeError):  # no thread is to be had: a later drain() tries again
+                    threading.Thread(target=_close, args=(link,), name="kvfs-close", daemon=True).start()
+                    self._links.remove(link)
             done, self._ready = self._ready, []
             if not self._busy:
                 with contextlib.suppress(BlockingIOError):
@@ -421,6 +427,7 @@ class Connection:
     def _read(self, call: Callable[[Client], T], missing: T) -> T:
         link = self._link
         if link is None or self.state is State.AWAY:
+            self._ensure_keeper()
             return missing
         try:
             return call(link.client)
@@ -431,6 +438,7 @@ class Connection:
     def _write(self, call: Callable[[Client], T], missing: T) -> T:
         link = self._link
         if link is None or self.state is not State.UP:
+            self._ensure_keeper()
             return missing
         try:
             return call(link.client)
@@ -443,8 +451,18 @@ class Connection:
         out what holds."""
         if isinstance(error, (NotMountedError, PoolChangedError, VersionError, ForkError, DeadlineError)):
             self._set(worse, str(error))
+        elif getattr(error, "errno", 0) in _NOT_TO_BE_HAD and not self._is_connected():
+            self._set(State.AWAY, str(error))
         else:
             self._say_once(error)
+
+    def _is_connected(self) -> bool:
+        """False: the call failed when it wanted to connect anew, since this process got no thread or descriptor."""
+        link = self._link
+        try:
+            return link is not None and link.client.information().connected
+        except (KvfsError, OSError):
+            return False
 
     def _say_once(self, error: Exception) -> None:
         """Until kvfs was away and is back: a pool that is full fails every store."""
@@ -457,9 +475,8 @@ class Connection:
         with self._lock:
             if self._stop.is_set():
                 return
-            if state is not State.UP and (self._keeper is None or not self._keeper.is_alive()):
-                self._keeper = threading.Thread(target=self._keep, name="kvfs-connect", daemon=True)
-                self._keeper.start()
+            if state is not State.UP:
+                self._ensure_keeper()
             if state is self.state and self._started:
                 return
             # From AWAY to READING only the keeper goes.
@@ -485,6 +502,19 @@ class Connection:
                     self._engine, self.options.mount, reason,
                 )  # fmt: skip
             self._started = True
+
+    def _ensure_keeper(self) -> None:
+        """Where no thread is to be had (pids.max), a later call tries again."""
+        with self._lock:
+            alive = self._keeper is not None and self._keeper.is_alive()
+            if alive or self._stop.is_set() or time.monotonic() < self._keeper_due_s:
+                return
+            keeper = threading.Thread(target=self._keep, name="kvfs-connect", daemon=True)
+            try:
+                keeper.start()
+                self._keeper = keeper
+            except RuntimeError:
+                self._keeper_due_s = time.monotonic() + RETRY_MAX_S
 
     def _rings(self) -> str:
         """For the message that it is up: what it goes by, where that is not io_uring."""
@@ -551,6 +581,7 @@ class Connection:
             ticket, begun, link = self._tickets, time.monotonic(), self._link
             enough = self.state is State.UP or (self.state is State.READING and kind in ("get", "exists"))
             if link is None or not enough:
+                self._ensure_keeper()
                 if kind == "put":
                     self.counters.dropped += len(keys)
                 self._finish_missing(kind, ticket, len(keys))

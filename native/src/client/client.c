@@ -71,11 +71,6 @@ int client_open(const char *path, const char *pool, uint64_t base, const char *s
     strcpy(client->pool, pool);
     place_of(path, client->place);
     int r = connection_open(client, &client->connection);
-    struct lane *lane;
-    if (r == 0 && (r = lane_take(client, client->connection, &lane)) < 0) /* a client that can do no I/O is none */
-        connection_put(client->connection);
-    if (r == 0)
-        lane_give(lane);
     if (r < 0) {
         ask_forget(client);
         free(client->hits);

@@ -306,8 +306,11 @@ int connection_open(struct kvfs_client *client, struct connection **out) {
     connection->socket = fd;
     memcpy(connection->listener, listener, sizeof(listener));
     int r = connection_agree(client, connection, deadline);
+    struct lane *lane;
     if (r == 0)
         r = devices_open(client, connection);
+    if (r == 0 && (r = lane_take(client, connection, &lane)) == 0) /* a connection that can do no I/O is none */
+        lane_give(lane);
     if (r < 0)
         connection_put(connection);
     else
