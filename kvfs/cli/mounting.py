@@ -114,6 +114,7 @@ def _start(args: argparse.Namespace, options: MountOptions) -> int:
             options,
             metrics=None if args.metrics is None else parse_address(args.metrics),
             foreground=args.foreground,
+            log_format=args.log_format,
             staging_size=args.staging,
             read_memory_size=args.read_memory,
             server_threads=args.threads,
@@ -186,6 +187,12 @@ def _add_daemon_arguments(sub: argparse.ArgumentParser) -> None:
         help="serve the pool's metrics to Prometheus; kvfs metrics: of all pools (default: to nobody)",
     )
     sub.add_argument("--foreground", action="store_true", help="stay, and log to stderr")
+    sub.add_argument(
+        "--log-format",
+        choices=("text", "json"),
+        default="text",
+        help="lines of the log: text, or a JSON object each (default: text)",
+    )
     sub.add_argument(
         "--staging",
         type=arguments.memory_size,

@@ -186,12 +186,17 @@ def _metrics(args: argparse.Namespace) -> int:
     async def collect() -> list[Json]:
         return await trio.to_thread.run_sync(look, limiter=looking, abandon_on_cancel=True)
 
+    async def lacks() -> list[str]:
+        pools = [numbers.section(document, "pool") for document in await collect()]
+        silent = [f"{pool.get('path')}: its daemon does not answer" for pool in pools if "pid" not in pool]
+        return silent if pools else ["no pool is mounted"]
+
     def ready(where: str) -> None:
         emit_line(args, {"address": where}, f"metrics at http://{where}/metrics")
 
     args.signals.until_ended()
     try:
-        trio.run(endpoint.serve, address, collect, ready)
+        trio.run(endpoint.serve, address, collect, lacks, ready)
     except BaseExceptionGroup as group:
         raise first_error(group) from None
     return 0

@@ -22,7 +22,7 @@ import trio
 from kvfs.cgroup import memory_limit
 from kvfs.daemon.devices import device_command
 from kvfs.daemon.hearing import Hearing, reload
-from kvfs.daemon.host import fuse_pages, notify_manager, pid_file
+from kvfs.daemon.host import Look, fuse_pages, notify_manager, pid_file
 from kvfs.daemon.options import MountOptions, own_limit_ms
 from kvfs.daemon.reporter import Reporter, log_level
 from kvfs.errors import KvfsError, UsageError, printable
@@ -128,6 +128,7 @@ class Daemon:
         # another filesystem may have the number.
         self._made: mounting.Mount | None = None
         self._ready = False
+        self._look = Look()
         self._stop = trio.Event()
         self.hearing = Hearing(self._stop.set, self._reload)
 
@@ -212,7 +213,7 @@ class Daemon:
             await self._wait_answer(self._mountpoint)
         if self._options.metrics is not None:
             listeners = await listen(self._options.metrics)
-            nursery.start_soon(Endpoint(self._collect).run, listeners)
+            nursery.start_soon(Endpoint(self._collect, self._lacks).run, listeners)
         self._ready = True
         # Objects that exist now stay: a collection need not look at them, and is seldom needed.
         gc.freeze()
@@ -341,6 +342,17 @@ class Daemon:
 
     async def _collect(self) -> list[Mapping[str, object]]:
         return [self._status()]
+
+    async def _lacks(self) -> list[str]:
+        """The reasons why engines cannot use this pool now, for /readyz."""
+        if self._stop.is_set() or self._gone.is_set():
+            return ["the daemon is ending"]
+        found: list[str] = []
+        if self._mountpoint is not None:
+            gone = [f"{self._mountpoint}: not mounted"]
+            found += await self._look.lacks(self._mountpoint) if self._mounts() else gone
+        why = None if self._options.read_only else self._store.service.writes_nothing()
+        return found if why is None else [*found, why]
 
     async def _command_status(self, arguments: Arguments, progress: Progress) -> object:
         return self._status()

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import trio
+
 from kvfs.frontend.asking import PID_NAME
 from kvfs.pool.directory import open_own
 
@@ -17,6 +19,8 @@ from kvfs.pool.directory import open_own
 log = logging.getLogger(__package__)
 
 FUSE_PAGES = 1024
+# A mount that answers does so in less. Probes of Kubernetes wait one second, unless they say otherwise.
+LOOK_S = 2.0
 FUSE_PAGES_PATH = Path("/proc/sys/fs/fuse/max_pages_limit")
 
 
@@ -65,6 +69,24 @@ def pid_file(pool: Path) -> Iterator[None]:
         yield
     finally:
         path.unlink(missing_ok=True)
+
+
+class Look:
+    """Looks at a mount from outside, in a thread. One that hangs keeps the thread, and later ones wait for it."""
+
+    def __init__(self) -> None:
+        self._thread = trio.CapacityLimiter(1)
+
+    async def lacks(self, mountpoint: str) -> list[str]:
+        """The reason why a request through the mount is not answered; none: it is."""
+        try:
+            with trio.fail_after(LOOK_S):
+                await trio.to_thread.run_sync(os.statvfs, mountpoint, abandon_on_cancel=True, limiter=self._thread)
+        except trio.TooSlowError:
+            return [f"{mountpoint}: no answer within {LOOK_S:g} s"]
+        except OSError as error:
+            return [f"{mountpoint}: {error.strerror}"]
+        return []
 
 
 def notify_manager(state: str) -> None:

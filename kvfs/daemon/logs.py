@@ -1,4 +1,5 @@
-"""Filters of the log: repeated messages of one kind, which a guest, a client or a device can cause, are left out.
+"""The log's lines as text, as JSON and for the journal. Repeated messages of one kind, which a guest, a client or a
+device can cause, are left out.
 
 A kind is the place in the code that a message comes from. Each kind may log so many messages in an interval; those
 beyond are counted. The count is told at the first message after the interval, or when the log ends.
@@ -6,10 +7,13 @@ beyond are counted. The count is told at the first message after the interval, o
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 from kvfs.descriptors import reason
@@ -28,6 +32,53 @@ class Escaping(logging.Formatter):
 
     def formatException(self, ei: Any) -> str:
         return "\n".join(printable(line) for line in super().formatException(ei).split("\n"))
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line: time (UTC), level, logger, message, and exception where there is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        told = {"time": when, "level": record.levelname, "logger": record.name, "message": _told(record.getMessage())}
+        if record.exc_info:
+            told["exception"] = _told(self.formatException(record.exc_info))
+        return json.dumps(told)
+
+
+def _told(text: str) -> str:
+    """A name that is no UTF-8 would be a lone surrogate, which JSON's readers refuse."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+class Journal(logging.Formatter):
+    """The lines of another form, each with its level before it as the journal reads it (sd-daemon(3))."""
+
+    _PRIORITIES = ((logging.CRITICAL, 2), (logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6))
+
+    def __init__(self, form: logging.Formatter) -> None:
+        super().__init__()
+        self._form = form
+
+    def format(self, record: logging.LogRecord) -> str:
+        priority = next((number for level, number in self._PRIORITIES if record.levelno >= level), 7)
+        return "\n".join(f"<{priority}>{line}" for line in self._form.format(record).split("\n"))
+
+
+def form(log_format: str, *, journal: bool = False) -> logging.Formatter:
+    """A formatter of lines: "text" or "json". The journal has time and level of its own."""
+    text = Escaping("%(name)s: %(message)s" if journal else "%(asctime)s %(levelname)s %(name)s: %(message)s")
+    chosen = JsonLines() if log_format == "json" else text
+    return Journal(chosen) if journal else chosen
+
+
+def is_journal(fd: int) -> bool:
+    """Whether a descriptor leads to the journal: systemd names its device and inode in $JOURNAL_STREAM."""
+    device, _, inode = os.environ.get("JOURNAL_STREAM", "").partition(":")
+    try:
+        status = os.fstat(fd)
+        return (status.st_dev, status.st_ino) == (int(device), int(inode))
+    except (OSError, ValueError):
+        return False
 
 
 class _Limits(logging.Filter):

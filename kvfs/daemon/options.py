@@ -26,6 +26,8 @@ class MountOptions:
     mountpoint: Path | None = None
     exports: tuple[Export, ...] = ()
     foreground: bool = False
+    # Lines of the log: "text" or "json".
+    log_format: str = "text"
     allow_other: bool = False
     options: tuple[str, ...] = ()
     staging_size: int | None = None

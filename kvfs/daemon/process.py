@@ -8,7 +8,6 @@ import os
 import select
 import signal
 import sys
-from pathlib import Path
 from typing import NoReturn
 
 import trio
@@ -38,7 +37,7 @@ def start(options: MountOptions) -> int:
     options = fit_memory(options)
     if options.foreground:
         leave_first()
-        log_to_stderr(logging.INFO)
+        log_to_stderr(logging.INFO, options.log_format)
         if _run(options, Reporter(None)) == signals.INTERRUPT:
             raise KeyboardInterrupt  # told as by each other command
         return os.getpid()
@@ -54,7 +53,7 @@ def _start_in_background(options: MountOptions) -> int:
     pid = os.fork()
     if pid == 0:
         os.close(reading)
-        _child(options, Reporter(writing))
+        _child(options, Reporter(writing, options.log_format))
     os.close(writing)
     try:
         return _relay(pid, reading, options)
@@ -117,24 +116,25 @@ def _child(options: MountOptions, reporter: Reporter) -> NoReturn:
             log.error("%s", error)
         reporter.error(error)
     except OSError as error:
-        _log_failure(options.pool, reporter)
+        _log_failure(options, reporter)
         reporter.error(KvfsError(f"{error.filename or options.pool}: {error.strerror or error}"))
     except BaseException as error:
-        _log_failure(options.pool, reporter)
+        _log_failure(options, reporter)
         reporter.error(KvfsError(f"{options.pool}: internal error: {type(error).__name__}: {error}"))
     finally:
         logging.shutdown()
         os._exit(status)
 
 
-def _log_failure(pool: Path, reporter: Reporter) -> None:
+def _log_failure(options: MountOptions, reporter: Reporter) -> None:
     """The traceback goes into the log; the waiting command line gets one line."""
+    pool = options.pool
     if not reporter.done and os.environ.get("KVFS_DEBUG") != "1":
         if not (pool / "pool.toml").exists():
             return
         try:
             check_owner(pool)
-            log_to_file(pool / LOG_NAME)
+            log_to_file(pool / LOG_NAME, options.log_format)
         except PoolError as error:
             log.error("%s", error)
     log.exception("the daemon failed")

@@ -13,7 +13,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import cast
 
-from kvfs.daemon.logs import Escaping, name_limits, spare
+from kvfs.daemon.logs import Escaping, form, is_journal, name_limits, spare
 from kvfs.errors import KvfsError, PoolError, UsageError
 from kvfs.pool.directory import open_own
 
@@ -21,14 +21,14 @@ from kvfs.pool.directory import open_own
 log = logging.getLogger(__package__)
 
 LOG_NAME = "kvfs.log"
-_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class Reporter:
     """The starting daemon's words to the command line that waits for it."""
 
-    def __init__(self, fd: int | None) -> None:
+    def __init__(self, fd: int | None, log_format: str = "text") -> None:
         self._fd = fd
+        self._log_format = log_format
 
     @property
     def done(self) -> bool:
@@ -52,15 +52,17 @@ class Reporter:
         """From here on the daemon speaks to its log alone."""
         if self._fd is None:
             return
-        log_to_file(pool / LOG_NAME)
+        log_to_file(pool / LOG_NAME, self._log_format)
         self._send({"ready": os.getpid()})
         os.close(self._fd)
         self._fd = None
 
 
-def log_to_stderr(level: int) -> None:
+def log_to_stderr(level: int, log_format: str = "text") -> None:
+    """Log there. Above the level INFO it is a command's stderr, which people read."""
     handler = spare(logging.StreamHandler(sys.stderr))
-    handler.setFormatter(Escaping(_FORMAT if level <= logging.INFO else "kvfs: %(message)s"))
+    lines = form(log_format, journal=is_journal(sys.stderr.fileno())) if level <= logging.INFO else None
+    handler.setFormatter(lines or Escaping("kvfs: %(message)s"))
     if level > logging.INFO:
         handler.setLevel(level)
     # Messages that stderr does not get are kept for the log file.
@@ -70,9 +72,9 @@ def log_to_stderr(level: int) -> None:
     name_limits()
 
 
-def log_to_file(path: Path) -> None:
+def log_to_file(path: Path, log_format: str = "text") -> None:
     handler = spare(_LogFile(path))
-    handler.setFormatter(Escaping(_FORMAT))
+    handler.setFormatter(form(log_format))
     for early in logging.getLogger().handlers:
         if isinstance(early, logging.handlers.MemoryHandler):
             early.setTarget(handler)  # close() below gives all of them to this handler

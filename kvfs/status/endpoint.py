@@ -1,4 +1,7 @@
-"""The Prometheus endpoint: GET /metrics, and nothing else, for `kvfs mount --metrics` and `kvfs metrics`.
+"""The port of `kvfs mount --metrics` and `kvfs metrics`: GET /metrics for Prometheus, /healthz and /readyz for probes.
+
+/healthz is answered by the process itself: 200 says that it serves. /readyz is 200 if it can be used now, else 503
+with the reasons, one a line.
 
 A connection comes from a stranger: few at once, one request each, little memory, and a deadline for the whole exchange.
 A new connection is never refused. Where all places are taken, one of the peer that has most goes for it: the oldest
@@ -17,7 +20,7 @@ from dataclasses import dataclass
 
 import trio
 
-from kvfs.errors import KvfsError, UsageError
+from kvfs.errors import KvfsError, UsageError, printable
 from kvfs.status import prometheus
 from kvfs.status.numbers import Json
 
@@ -31,8 +34,11 @@ HEAD_MAX = 8192
 # For the request, and again for the answer.
 TIMEOUT_S = 5.0
 DEFAULT_PORT = 9464
+_TEXT = "text/plain; charset=utf-8"
 
 Collect = Callable[[], Awaitable[Sequence[Json]]]
+# The reasons why the pools cannot be used now; none: they can.
+Lacks = Callable[[], Awaitable[Sequence[str]]]
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -63,10 +69,11 @@ class _Place:
 
 
 class Endpoint:
-    """Answers scrapes until cancelled."""
+    """Answers scrapes and probes until cancelled."""
 
-    def __init__(self, collect: Collect) -> None:
+    def __init__(self, collect: Collect, lacks: Lacks) -> None:
         self._collect = collect
+        self._lacks = lacks
         # The oldest first.
         self._places: list[_Place] = []
         self._rendering = trio.CapacityLimiter(1)
@@ -117,9 +124,14 @@ class Endpoint:
         method, _, rest = head.partition(b" ")
         path = rest.partition(b" ")[0].partition(b"?")[0]
         if method not in (b"GET", b"HEAD"):
-            return _response("405 Method Not Allowed", b"only GET\n", "text/plain")
+            return _response("405 Method Not Allowed", b"only GET\n", _TEXT)
+        if path == b"/healthz":
+            return _response("200 OK", _body(method, ["ok"]), _TEXT)
+        if path == b"/readyz":
+            lacks = await self._lacks()
+            return _response("503 Service Unavailable" if lacks else "200 OK", _body(method, lacks or ["ok"]), _TEXT)
         if path not in (b"/metrics", b"/"):
-            return _response("404 Not Found", b"/metrics is here\n", "text/plain")
+            return _response("404 Not Found", b"/metrics, /healthz and /readyz are here\n", _TEXT)
         documents = await self._collect()
         # One request at a time, in a thread: the loop that serves the mount goes on.
         text = await trio.to_thread.run_sync(prometheus.render, documents, limiter=self._rendering)
@@ -149,14 +161,18 @@ async def _close(stream: trio.SocketStream) -> None:
         await trio.aclose_forcefully(stream)
 
 
+def _body(method: bytes, lines: Sequence[str]) -> bytes:
+    return b"".join(f"{printable(line)}\n".encode() for line in lines) if method == b"GET" else b""
+
+
 def _response(status: str, body: bytes, kind: str) -> bytes:
     head = f"HTTP/1.0 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
     return head.encode() + body
 
 
-async def serve(address: tuple[str, int], collect: Collect, ready: Callable[[str], None]) -> None:
+async def serve(address: tuple[str, int], collect: Collect, lacks: Lacks, ready: Callable[[str], None]) -> None:
     """Serve `kvfs metrics` until interrupted. `ready` is called with the address."""
     listeners = await listen(address)
     host, port = listeners[0].socket.getsockname()[:2]
     ready(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
-    await Endpoint(collect).run(listeners)
+    await Endpoint(collect, lacks).run(listeners)

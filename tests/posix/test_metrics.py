@@ -151,3 +151,44 @@ def test_an_address_that_is_taken_leaves_nothing_mounted(own_pool, tmp_path: pat
 def test_stats_has_the_same_text(pool: Pool) -> None:
     text = pool.command("stats", str(pool.mount), "--prometheus").stdout
     assert values(text, "kvfs_up") == {str(pool.path): 1}
+
+
+# ---- probes and the log ----
+
+
+def probe(port: int, path: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=60) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_probes_tell_what_lacks_and_the_log_is_json() -> None:
+    port = free_port()
+    words = ("--metrics", str(port), "--log-format", "json")
+    with Pool(files=2, size="128M", mount_args=words) as pool:
+        assert probe(port, "/healthz") == (200, "ok\n") and probe(port, "/readyz") == (200, "ok\n")
+        device = pool.path / "devices" / "1"
+        lines = [json.loads(line) for line in (pool.path / "kvfs.log").read_text().splitlines()]
+        assert {"time", "level", "logger", "message"} == set(lines[0])
+        assert any(line["message"].startswith(f"pool {pool.path} mounted at") for line in lines)
+        pool.command("umount", str(pool.mount))
+        device.rename(pool.base / "away")
+        pool.command("mount", str(pool.path), str(pool.mount), *words)
+        assert probe(port, "/healthz") == (200, "ok\n")
+        status, text = probe(port, "/readyz")
+        assert status == 503 and text.startswith("no segment can be written") and text.count("\n") == 1
+        (pool.base / "away").rename(device)
+
+
+def test_a_daemon_whose_mount_is_gone_is_healthy_and_not_ready() -> None:
+    port = free_port()
+    with Pool(files=2, size="128M", started=False) as pool:
+        pool.mount_args = ("--metrics", str(port), "--virtiofs", str(pool.base / "guest.sock"))
+        pool.start()
+        assert probe(port, "/readyz") == (200, "ok\n")
+        pool.command("umount", str(pool.mount))
+        assert probe(port, "/healthz") == (200, "ok\n")
+        assert probe(port, "/readyz") == (503, f"{pool.mount}: not mounted\n")
+        pool.command("umount", str(pool.path))

@@ -21,13 +21,13 @@ def _rendered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def serving(collect=None) -> AsyncIterator[int]:
+async def serving(collect=None, lacks=None) -> AsyncIterator[int]:
     async def nothing():
         return []
 
     listeners = await endpoint.listen(("127.0.0.1", 0))
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(endpoint.Endpoint(collect or nothing).run, listeners)
+        nursery.start_soon(endpoint.Endpoint(collect or nothing, lacks or nothing).run, listeners)
         yield listeners[0].socket.getsockname()[1]
         nursery.cancel_scope.cancel()
 
@@ -39,11 +39,11 @@ async def connected(port: int, address: str = "127.0.0.1") -> trio.SocketStream:
     return trio.SocketStream(ours)
 
 
-async def scraped(stream: trio.SocketStream) -> bytes:
+async def scraped(stream: trio.SocketStream, path: str = "/metrics", method: str = "GET") -> bytes:
     """The whole answer; empty if the endpoint has hung up."""
     answer = b""
     try:
-        await stream.send_all(b"GET /metrics HTTP/1.1\r\n\r\n")
+        await stream.send_all(f"{method} {path} HTTP/1.1\r\n\r\n".encode())
         async for piece in stream:
             answer += piece
     except trio.BrokenResourceError:
@@ -115,5 +115,31 @@ def test_silence_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         async with serving() as port, await connected(port) as stream:
             assert await stream.receive_some(1) == b""
+
+    run(test)
+
+
+def test_probes_are_answered_with_a_status_and_the_reasons() -> None:
+    reasons: list[str] = []
+
+    async def lacks():
+        return reasons
+
+    async def answer(port: int, path: str, method: str = "GET") -> tuple[bytes, bytes]:
+        async with await connected(port) as stream:
+            head, _, body = (await scraped(stream, path, method)).partition(b"\r\n\r\n")
+            return head.partition(b"\r\n")[0], body
+
+    async def test() -> None:
+        async with serving(lacks=lacks) as port:
+            assert await answer(port, "/readyz?verbose") == (b"HTTP/1.0 200 OK", b"ok\n")
+            reasons.extend(["/mnt/kv: not mounted", "one\nline"])
+            assert await answer(port, "/healthz") == (b"HTTP/1.0 200 OK", b"ok\n")
+            unready = b"HTTP/1.0 503 Service Unavailable"
+            assert await answer(port, "/readyz") == (unready, b"/mnt/kv: not mounted\none\\nline\n")
+            assert await answer(port, "/readyz", "HEAD") == (unready, b"")
+            assert await answer(port, "/ready") == (
+                b"HTTP/1.0 404 Not Found", b"/metrics, /healthz and /readyz are here\n"
+            )  # fmt: skip
 
     run(test)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
+import os
 import re
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -105,3 +108,50 @@ def test_a_spared_handler_tells_the_count_when_it_closes() -> None:
     handler.close()
     assert len(text.getvalue().splitlines()) == logs.BURST + 2
     assert re.search(r"\n5 more messages like 'message %d' were left out\n$", text.getvalue())
+
+
+def raised(record_args: tuple[object, ...] = ()) -> logging.LogRecord:
+    try:
+        raise ValueError("offset\n-1")
+    except ValueError:
+        return logging.LogRecord("kvfs.store", logging.ERROR, __file__, 1, "%s failed", record_args, sys.exc_info())
+
+
+def test_json_lines_are_one_object_each() -> None:
+    text = logs.form("json").format(raised(("a\nb \udcff",)))
+    told = json.loads(text)
+    assert "\n" not in text and list(told) == ["time", "level", "logger", "message", "exception"]
+    assert told["level"] == "ERROR" and told["logger"] == "kvfs.store" and told["message"] == "a\nb \\udcff failed"
+    assert "ValueError: offset\n-1" in told["exception"] and told["time"].endswith("+00:00")
+    plain = logging.LogRecord("kvfs", logging.INFO, __file__, 1, "ready", (), None)
+    assert "exception" not in json.loads(logs.form("json").format(plain))
+
+
+@pytest.mark.parametrize(
+    ("level", "priority"),
+    [(logging.DEBUG, 7), (logging.INFO, 6), (logging.WARNING, 4), (logging.ERROR, 3), (logging.CRITICAL, 2)],
+)
+def test_the_journal_gets_levels_before_each_line(level: int, priority: int) -> None:
+    record = raised(("readdir",))
+    record.levelno = level
+    lines = logs.form("text", journal=True).format(record).split("\n")
+    assert lines[0] == f"<{priority}>kvfs.store: readdir failed" and len(lines) > 3
+    assert all(line.startswith(f"<{priority}>") for line in lines)
+    assert json.loads(logs.form("json", journal=True).format(record).removeprefix(f"<{priority}>"))["level"]
+
+
+def test_the_journal_is_known_by_its_device_and_inode(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    status = os.fstat(writing)
+    for stream, expected in (
+        (f"{status.st_dev}:{status.st_ino}", True),
+        (f"{status.st_dev}:{status.st_ino + 1}", False),
+        ("", False),
+        ("8:", False),
+        ("a:b", False),
+    ):
+        monkeypatch.setenv("JOURNAL_STREAM", stream)
+        assert logs.is_journal(writing) is expected
+    os.close(reading)
+    os.close(writing)
+    assert not logs.is_journal(writing)
