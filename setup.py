@@ -56,7 +56,7 @@ class Build(build):
         files = sorted(path for path in share.rglob("*") if path.is_file())
         self.distribution.data_files = [
             *((str("share" / path.parent.relative_to(share)), [str(path)]) for path in files),
-            ("share/man/man8", ["tools/mount.kvfs.8"]),
+            ("share/man/man8", ["tools/kvfs-csi.8", "tools/mount.kvfs.8"]),
             # Their @bindir@ is the installer's: a wheel does not know where it will lie.
             ("share/kvfs/systemd", sorted(map(str, Path("tools").glob("*.service")))),
         ]

@@ -6,6 +6,7 @@ No kubelet is here: the test says what a kubelet says, with directories as kubel
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -439,3 +440,28 @@ def test_a_wrong_option_is_named(words: tuple[str, ...], said: str) -> None:
     whole = ("--endpoint", "/nowhere/x.sock", "--mount", "/mnt", "--node-id", "n", *words)
     ended = run(sys.executable, "-m", "kvfs.csi.server", *whole, check=False)
     assert ended.returncode == 2 and said in ended.stderr
+
+
+def test_the_manual_page_has_each_option_and_its_default() -> None:
+    from kvfs.csi.server import parser
+
+    page = (REPOSITORY / "tools/kvfs-csi.8").read_text().replace("\\-", "-")
+    options = page.partition(".SH OPTIONS")[2]
+    given = [action for action in parser()._actions if action.metavar]
+    assert options.count(".TP") == len(given) == 6
+    for action in given:
+        (name,) = action.option_strings
+        text = options.partition(f"\\fB{name}\\fR \\fI{action.metavar}\\fR")[2].partition(".TP")[0]
+        default = (
+            "Required." if action.required else f"(default: {action.default:{'g' if name == '--timeout' else ''}})"
+        )
+        assert default in text, name
+
+
+def test_the_manual_page_is_roff() -> None:
+    mandoc = shutil.which("mandoc")
+    if mandoc is None:
+        pytest.skip("no mandoc on this machine")
+    for page in ("kvfs-csi.8", "mount.kvfs.8"):
+        said = run(mandoc, "-T", "lint", "-W", "warning", REPOSITORY / "tools" / page, check=False).stdout
+        assert [line for line in said.splitlines() if "missing date" not in line] == []

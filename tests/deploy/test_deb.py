@@ -65,7 +65,8 @@ def test_the_command_the_manual_the_units_and_completion_are_where_a_machine_loo
     listed = installed.run("dpkg", "--listfiles", "kvfs").stdout.splitlines()
     names = {
         "/usr/bin/kvfs", "/usr/sbin/mount.kvfs", "/usr/share/man/man1/kvfs.1.gz", "/usr/share/man/man8/mount.kvfs.8.gz",
-        "/usr/share/bash-completion/completions/kvfs", "/usr/share/zsh/vendor-completions/_kvfs",
+        "/usr/bin/kvfs-csi", "/usr/share/man/man8/kvfs-csi.8.gz", "/usr/share/bash-completion/completions/kvfs",
+        "/usr/share/zsh/vendor-completions/_kvfs",
         "/usr/share/fish/vendor_completions.d/kvfs.fish", "/usr/share/doc/kvfs/copyright",
         "/usr/share/doc/kvfs/changelog.Debian.gz",
         *(f"/usr/lib/systemd/system/{path.name}" for path in helpers.REPOSITORY.glob("tools/*.service")),

@@ -23,8 +23,8 @@ LIBRARIES = {f"kvfs/lib/{name}" for name in (
 )}  # fmt: skip
 # For the machine's own programs: man, shells, systemd. mount.kvfs lies beside the command.
 SHARED = (
-    "man/man1/kvfs.1", "man/man1/kvfs-mount.1", "man/man8/mount.kvfs.8", "bash-completion/completions/kvfs",
-    "zsh/site-functions/_kvfs", "fish/vendor_completions.d/kvfs.fish",
+    "man/man1/kvfs.1", "man/man1/kvfs-mount.1", "man/man8/mount.kvfs.8", "man/man8/kvfs-csi.8",
+    "bash-completion/completions/kvfs", "zsh/site-functions/_kvfs", "fish/vendor_completions.d/kvfs.fish",
 )  # fmt: skip
 DAEMON = ("pyfuse3", "trio", "lmdb", "xxhash")
 BUILD_TIMEOUT_S = 280
