@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -351,6 +352,88 @@ def test_the_plugin_s_memory_is_bounded(live: Node) -> None:
     assert size < 100 << 10
 
 
+# More of the specification's checks.
+
+
+@pytest.mark.parametrize("name", ["..", ".", "a/..", "../b", "", "a\n", "é", "n" * 254])
+def test_a_pod_s_namespace_that_is_no_name_is_refused(live: Node, name: str) -> None:
+    target = live.target()
+    code, said = live.refused(wanted(target, name))
+    assert code == "INVALID_ARGUMENT" and "the pod's namespace" in said
+    assert not target.exists()
+
+
+def test_a_volume_that_nobody_published_is_taken_back_without_an_error(live: Node) -> None:
+    never = live.target()
+    for path in (never, live.kubelet / "pods/none/volumes/kubernetes.io~csi/kv/mount"):
+        for volume in ("nobody's", "csi-0123"):
+            request = message("Unpublish", volume_id=volume, target_path=str(path))
+            live.client.call("NodeUnpublishVolume", request)
+    assert never.parent.exists() and not never.exists()
+
+
+def test_a_target_whose_directory_is_not_there_is_not_found(live: Node) -> None:
+    code, said = live.refused(wanted(live.kubelet / "pods/none/volumes/kubernetes.io~csi/kv/mount"))
+    assert code == "NOT_FOUND" and "pods/none" in said
+
+
+def test_one_volume_has_many_targets_and_each_goes_by_itself(live: Node) -> None:
+    first, second = live.target(), live.target()
+    for target in (first, second):
+        live.publish(target, None, volume_id="team-many")
+    live.unpublish(first)
+    assert not first.exists() and len(mounts_at(second)) == 1
+    (second / "block").write_bytes(b"x")
+    assert (live.pool.mount / "team-many/block").read_bytes() == b"x"
+    # A read-only one is taken back as well.
+    live.publish(first, None, volume_id="team-many", readonly=True)
+    assert (first / "block").read_bytes() == b"x"
+    live.unpublish(first)
+    assert not first.exists()
+
+
+def test_a_namespace_that_was_removed_is_made_anew_below_its_pods_next_volume(live: Node) -> None:
+    target = live.target()
+    live.publish(target, "removed")
+    (live.pool.mount / "removed").rmdir()
+    live.publish(target, "removed")
+    assert len(mounts_at(target)) == 1
+    (target / "block").write_bytes(b"x")
+    assert (live.pool.mount / "removed/block").read_bytes() == b"x"
+
+
+def test_measures_of_a_path_that_is_a_link_or_elsewhere_are_refused(live: Node) -> None:
+    target, link = live.target(), live.target()
+    live.publish(target)
+    link.symlink_to(target)
+    for path, code in ((link, "FAILED_PRECONDITION"), (live.pool.mount, "INVALID_ARGUMENT")):
+        request = message("Stats", volume_id="v", volume_path=str(path))
+        assert live.client.refused("NodeGetVolumeStats", request)[0] == code
+
+
+def test_fields_without_a_meaning_here_change_nothing(live: Node) -> None:
+    target = live.target()
+    more = {"staging_target_path": "/nowhere", "publish_context": {"a": "b"}, "secrets": {"token": "hidden words"}}
+    live.publish(target, "extra", **more)
+    live.publish(target, "extra")
+    assert len(mounts_at(target)) == 1
+    # The specification: neither secrets nor mount flags in messages or logs.
+    code, said = live.refused(wanted(live.target(), "..", **more))
+    assert code == "INVALID_ARGUMENT" and "hidden" not in said
+    flagged = wanted(live.target(), volume_capability=capability(mount_flags=["hidden"]))
+    assert "hidden" not in live.refused(flagged)[1]
+    assert "hidden" not in live.log.read_text()
+
+
+def test_many_volumes_are_published_at_one_time(live: Node) -> None:
+    targets = [live.target() for _ in range(12)]
+    with ThreadPoolExecutor(len(targets)) as threads:
+        list(threads.map(lambda target: live.publish(target, "together"), targets))
+        assert [len(mounts_at(target)) for target in targets] == [1] * len(targets)
+        list(threads.map(live.unpublish, targets))
+    assert not [target for target in targets if target.exists() or mounts_at(target)]
+
+
 # The daemon ends, stops, comes back.
 
 
@@ -394,6 +477,11 @@ def test_a_mount_that_does_not_answer_is_unavailable_within_the_deadline(own: No
         found = own.client.call("NodeGetVolumeStats", message("Stats", volume_id="v", volume_path=str(target)))
         assert found.volume_condition.abnormal
         assert time.monotonic() - began < 3 * 12 * TIMEOUT_S * slowness()
+        # Of two calls for one target one ends at once.
+        busy = wanted(own.target())
+        with ThreadPoolExecutor(2) as threads:
+            codes = [code for code, _ in threads.map(own.refused, (busy, busy))]
+        assert sorted(codes) == ["ABORTED", "UNAVAILABLE"]
         # A pod can end meanwhile: what takes a volume back asks the mount nothing.
         own.unpublish(target)
         assert not mounts_at(target) and not mounts_at(later)
