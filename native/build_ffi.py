@@ -35,6 +35,7 @@ HEADERS = [
     "kvfs.h",
     "kvfs_gpu.h",
     "kvfs_replay.h",
+    "kvfs_measure.h",
 ]
 # cffi's own generated code is not held to -Werror: its casts warn. `make -C native/test warnings` holds ours to it.
 FLAGS = ["-std=gnu11", "-O2", "-g", "-fno-strict-aliasing", "-Wall", "-Wextra", "-UNDEBUG", "-fvisibility=hidden"]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 from kvfs import __version__, signals
-from kvfs.cli import completion, events, keeping, mounting, pod, pools, programs, replaying, watching
+from kvfs.cli import completion, events, keeping, measuring, mounting, pod, pools, programs, replaying, watching
 from kvfs.cli.arguments import Parser, Verbs, WrongCommandLine
 from kvfs.cli.output import ToldError, ToldInterrupt, error_part, print_json
 from kvfs.cli.programs import RUN_VERBS
@@ -33,8 +33,9 @@ _VERBS = (
     events.add_events,
     pools.add_fsck, keeping.add_pins, keeping.add_prestage, keeping.add_evict, pools.add_discover, pools.add_device,
     pod.add_pod,
-    pools.add_doctor, pools.add_import, replaying.add_replay, completion.add_completion, programs.add_run_verbs,
-    programs.add_nixl_plugins, completion.add_man, completion.add_help,
+    pools.add_doctor, pools.add_import, measuring.add_bench, replaying.add_replay,
+    completion.add_completion, programs.add_run_verbs, programs.add_nixl_plugins, completion.add_man,
+    completion.add_help,
 )  # fmt: skip
 
 

@@ -57,6 +57,7 @@ LINES = [
     ("kvfs pin a", {"a-file"}, set()),
     ("kvfs device list --dr", {"--drain"}, {"--pins"}),
     ("kvfs cufile-run basena", {"basename"}, {"a-file"}),
+    ("kvfs bench --wr", {"--write"}, {"a-file"}),
     ("kvfs status /srv/a", {"/srv/a-pool"}, {"/srv/no-pool", "/mnt/kv"}),
     ("kvfs device list /mnt/k", {"/mnt/kv"}, {"/srv/a-pool"}),
 ]
