@@ -16,7 +16,7 @@ WORDS_MOST, COLUMNS_MOST, README_LINES_MOST = 28, 160, 100
 # Entries of the changelog were written under an older limit.
 CHANGELOG_WORDS_MOST = 40
 # Files of pools, of machines and of other projects.
-FOREIGN = {"pool.toml", "node.toml", "prometheus.yml", "configuration.toml", "config.yaml"}
+FOREIGN = {"pool.toml", "mount.toml", "node.toml", "prometheus.yml", "configuration.toml", "config.yaml"}
 SOURCE = r"[\w@./-]+\.(?:py|cc|c|h|md|svg|json|map|toml|yaml|yml|sh)"
 _SENTENCE_END = re.compile(r"(?<=[.!?])[*)\"]*\s+(?=[*(\[\"`]*(?:[A-Z0-9`]|kvfs|lib))")
 
