@@ -36,19 +36,18 @@ class Kind(IntEnum):
 
     PUT = 1
     REMOVE = 2
-    REPLY = 3
 
 
 class Entry(NamedTuple):
-    """A change of one inode, or the reply to a request that made changes."""
+    """A change of one inode."""
 
     kind: Kind
     held: bool  # nothing has changed: a nameless block that is open, told again
     sequence: int
-    inode: int  # 0 of a reply
+    inode: int
     transport: int  # of the request, with its `unique` without bit 63; 0: there was none
     unique: int
-    data: bytes  # of PUT the record, of REPLY the whole reply
+    data: bytes  # of PUT the record
 
 
 @dataclass(frozen=True, slots=True)

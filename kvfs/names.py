@@ -5,11 +5,13 @@ Here is each inode whose record the index does not have yet. An inode that is no
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from enum import IntEnum, IntFlag
 from types import TracebackType
 from typing import Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar, cast
@@ -27,6 +29,9 @@ _NOWHERE = 0xFFFFFFFF
 _MEMBER_SIZE = 12
 LOOK = struct.Struct("<QIIIB??x")
 assert LOOK.size == ffi.sizeof("struct kvfs_look")
+
+# The request whose changes a task makes: connection, number.
+_REQUEST: ContextVar[tuple[int, int] | None] = ContextVar("kvfs_request", default=None)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -123,9 +128,10 @@ class MissingError(KvfsError):
 class Names:
     """The names of one pool. `with names:` is a step: meanwhile no thread of the data plane changes a name."""
 
-    def __init__(self, names: object | None = None) -> None:
-        """`names`: those of a data plane, which ends them; None makes own ones."""
-        self._own = names is None
+    def __init__(self, names: object | None = None, plane: object | None = None) -> None:
+        """`names`: those of a data plane, `plane`, which ends them; None makes own ones."""
+        self._own, self._plane = names is None, plane
+        self._attached, self._depth = False, 0
         if names is None:
             out = ffi.new("struct kvfs_names **")
             if lib.kvfs_names_create(out) < 0:
@@ -143,11 +149,17 @@ class Names:
 
     def __enter__(self) -> None:
         lib.kvfs_names_begin(self._names)
+        self._depth += 1
+        if self._attached and self._depth == 1:
+            self.change_for(_REQUEST.get())
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._depth -= 1
         lib.kvfs_names_end(self._names)
+        if self._attached and not self._depth:
+            self.change_for(None)
 
     # ---- numbers ----
 
@@ -399,6 +411,29 @@ class Names:
         journal.JournalError."""
         if (result := lib.kvfs_names_journal(self._names, fd)) < 0:
             raise journal.failure(-result, fd)
+        self._attached = True
+
+    @property
+    def request(self) -> tuple[int, int] | None:
+        """The request that this task serves, if the journal is to say so."""
+        return _REQUEST.get() if self._attached else None
+
+    def change_for(self, request: tuple[int, int] | None) -> None:
+        """Until the end of the present step changes are this request's."""
+        lib.kvfs_names_request(*(request or (0, 0)))
+
+    @contextlib.contextmanager
+    def serving(self, token: int) -> Iterator[None]:
+        """Changes that this task makes are those of a request of a kernel, if that is one to be done once
+        (native/src/fuse/once.c). `token`: the `pid` that the session has of it, or the low half of a call's id."""
+        if not (self._attached and lib.kvfs_request_of(self._plane, token, self._number, self._second)):
+            yield
+            return
+        reset = _REQUEST.set((self._number[0], self._second[0]))
+        try:
+            yield
+        finally:
+            _REQUEST.reset(reset)
 
     def journal_settled(self) -> None:
         """No request of the former daemon is sent again any more."""

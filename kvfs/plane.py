@@ -300,7 +300,7 @@ class Plane:
         self._info = ffi.new("struct kvfs_seal_info *")
         self._record = ffi.new("uint8_t[]", RECORD_CAPACITY)
         self._table = lib.kvfs_plane_table(self._plane)
-        self.names = Names(lib.kvfs_plane_names(self._plane))
+        self.names = Names(lib.kvfs_plane_names(self._plane), self._plane)
         self.frames = Frames(self._plane)
         self.uses = Uses(self._plane)
         # The names of other nodes, once join() was called.

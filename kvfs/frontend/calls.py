@@ -50,7 +50,8 @@ class Calls:
         """Begin to answer one. Whatever happens, it is answered."""
         handler = self._handlers[call.opcode]
         try:
-            handler(call)
+            with self._namespace.names.serving(call.id & 0xFFFFFFFF):
+                handler(call)
         except Exception as error:
             self._refuse(call, error)
 

@@ -62,6 +62,18 @@ def _answers(function: Handler[P, R]) -> Handler[P, R]:
     return cast("Handler[P, R]", handler)
 
 
+def _once(function: Handler[P, R]) -> Handler[P, R]:
+    """Its changes are done once, also where a kernel sends the request again. The mux has a token for it in `pid`."""
+
+    @functools.wraps(function)
+    async def handler(self: Operations, *args: P.args, **kwargs: P.kwargs) -> R:
+        ctx = cast("RequestContext", args[-1])
+        with self._namespace.names.serving(ctx.pid):
+            return await function(self, *args, **kwargs)
+
+    return cast("Handler[P, R]", handler)
+
+
 def errno_of(error: Exception, what: str, arguments: object) -> int:
     """The errno for a failed request, which is logged unless the caller is at fault."""
     if not isinstance(error, (KvfsError, OSError)):
@@ -125,12 +137,14 @@ class Operations(pyfuse3.Operations):
         return attributes(await self._namespace.make_file(InodeNumber(parent_inode), name, mode, ctx.uid, ctx.gid))
 
     @_answers
+    @_once
     async def mkdir(self, parent_inode: int, name: bytes, mode: int, ctx: RequestContext) -> EntryAttributes:
         parent = InodeNumber(parent_inode)
         made = functools.partial(self._namespace.mkdir, parent, name, mode, ctx.uid, ctx.gid)
         return attributes(await self._namespace.when_room(made))
 
     @_answers
+    @_once
     async def symlink(self, parent_inode: int, name: bytes, target: bytes, ctx: RequestContext) -> EntryAttributes:
         parent = InodeNumber(parent_inode)
         made = functools.partial(self._namespace.symlink, parent, name, target, ctx.uid, ctx.gid)
@@ -141,6 +155,7 @@ class Operations(pyfuse3.Operations):
         raise NotPermittedError(f"link {new_name!r}: a block has one name")
 
     @_answers
+    @_once
     async def rmdir(self, parent_inode: int, name: bytes, ctx: RequestContext) -> None:
         self._namespace.rmdir(InodeNumber(parent_inode), name)
 
@@ -163,6 +178,7 @@ class Operations(pyfuse3.Operations):
         return attributes(await self._namespace.setattr(InodeNumber(inode), changes))
 
     @_answers
+    @_once
     async def setxattr(self, inode: int, name: bytes, value: bytes, ctx: RequestContext) -> None:
         await self._namespace.setxattr(InodeNumber(inode), name, value, Caller(ctx.uid, ctx.gid))
 
@@ -184,6 +200,7 @@ class Operations(pyfuse3.Operations):
         return self._namespace.listxattr(InodeNumber(inode))
 
     @_answers
+    @_once
     async def removexattr(self, inode: int, name: bytes, ctx: RequestContext) -> None:
         await self._namespace.removexattr(InodeNumber(inode), name)
 

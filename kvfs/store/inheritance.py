@@ -103,7 +103,7 @@ class Inheritance:
         limits = (segments.epoch - 1, len(segments.all), segments.geometry.end_page)
         for i, step in enumerate(self._steps):
             try:
-                changes = [(entry, _checked(entry, *limits)) for entry in step if entry.kind != journal.Kind.REPLY]
+                changes = [(entry, _checked(entry, *limits)) for entry in step]
             except FormatError as error:
                 log.error("journal of names: %s; nothing from it on is taken", error)
                 self.lost += len(self._steps) - i

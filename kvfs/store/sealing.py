@@ -46,6 +46,7 @@ class _Seal:
     new: Inode  # as its header will have it, but for the place
     ancestors: bytes
     head: Head
+    request: tuple[int, int] | None  # the FLUSH that it is for
     runs: list[Run] = field(default_factory=list)
 
     @property
@@ -271,7 +272,8 @@ class Sealing:
             ancestors = self.ancestors(inode.parent)
             extents = info.ranges + info.kept_extents + self._segments.runs_bound(info.data_pages)
             new.header_pages = self._plane.header_pages(info.size, new.record_size, len(ancestors), extents)
-            return _Seal(inode, record, info, new, ancestors, self._segments.head(self._policy.stream_of(info.size)))
+            return _Seal(inode, record, info, new, ancestors, self._segments.head(self._policy.stream_of(info.size)),
+                         self.names.request)  # fmt: skip
         except BaseException:
             with suppress(PlaneError):
                 self._plane.seal_end(number, False)
@@ -293,6 +295,8 @@ class Sealing:
         """The new inode enters, and what was frozen is let go. Returns None if it was not written, or has lost its
         name."""
         number, sealed = seal.inode.inode, None
+        if seal.request is not None:
+            self.names.change_for(seal.request)
         try:
             if written is not None and self._blocks.enter(seal.inode, seal.record, written, copy=False):
                 sealed = written

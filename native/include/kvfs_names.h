@@ -168,9 +168,8 @@ uint32_t kvfs_places_noted(struct kvfs_names *names, struct kvfs_noted *out, uin
 
 /* native/src/names/journal_layout.h has the bytes. Entries of a step are there together or not at all. */
 enum kvfs_journal_kind {
-    KVFS_JOURNAL_PUT = 1,    /* data: the record */
-    KVFS_JOURNAL_REMOVE = 2, /* no data */
-    KVFS_JOURNAL_REPLY = 3   /* data: the whole reply to the request; inode 0 */
+    KVFS_JOURNAL_PUT = 1,   /* data: the record */
+    KVFS_JOURNAL_REMOVE = 2 /* no data */
 };
 enum kvfs_journal_flags {
     KVFS_JOURNAL_LAST = 1, /* of its step */
@@ -208,8 +207,9 @@ void kvfs_journal_free(const void *entries);
 int kvfs_names_journal(struct kvfs_names *names, int fd);
 /* The steps of this thread are for this request of a transport, by its `unique` without bit 63; 0: for none. */
 void kvfs_names_request(uint64_t transport, uint64_t unique);
-/* The reply to a request is made; nothing is kept of one that changed nothing. Then, when it was written: its entries may go. */
-void kvfs_names_reply(struct kvfs_names *names, uint64_t transport, uint64_t unique, const void *reply, uint32_t size);
+/* 1: the journal was attached with changes of this request, which was not answered since. */
+int kvfs_names_was_asked(struct kvfs_names *names, uint64_t transport, uint64_t unique);
+/* The answer to the request is written: its entries may go. */
 void kvfs_names_answered(struct kvfs_names *names, uint64_t transport, uint64_t unique);
 /* No request of the former daemon is sent again any more. */
 void kvfs_names_journal_settled(struct kvfs_names *names);

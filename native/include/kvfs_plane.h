@@ -213,6 +213,8 @@ struct kvfs_call {
 /* on 0: as before it. Calls taken after that have no owner any more: the end of the session answers them, or a guest's relay asks the next
  * daemon. */
 void kvfs_calls_open(struct kvfs_plane *plane, int on);
+/* Whose request the session serves under this `pid`, or a call under the low 32 bits of its id: for kvfs_names_request(). 0: of none that is done once. */
+int kvfs_request_of(struct kvfs_plane *plane, uint32_t token, uint64_t *connection, uint64_t *unique);
 int kvfs_take_calls(struct kvfs_plane *plane, struct kvfs_call *out, uint32_t count);
 /* error: 0 or -errno; inode: of a CREATE, which is in the block table and being written. Late answers are dropped. */
 void kvfs_answer(struct kvfs_plane *plane, uint64_t id, int error, uint64_t inode);

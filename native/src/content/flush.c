@@ -244,9 +244,11 @@ static void flush_written(void *owner, int result) {
         size = record ? kvfs_seal_record(plane, flush->inode, record, RECORD_MAX) : -ENOMEM;
     }
     kvfs_names_begin(plane->names);
+    kvfs_names_request(flush->connection, flush->unique);
     int entered = size > 0 ? enter(flush, (const struct kvfs_inode_record *)(void *)record) : size;
     version_end(&flush->version);
     kvfs_names_end(plane->names);
+    kvfs_names_request(0, 0);
     kvfs_seal_end(plane, flush->inode, entered > 0);
     flush->settled.told = flush_settled;
     struct settled *told = NULL;

@@ -649,8 +649,10 @@ void dispatch(struct server *server, size_t size) {
         }
     }
     operation run = in->opcode < sizeof(operations) / sizeof(operations[0]) ? operations[in->opcode] : NULL;
-    if (run)
-        run(server, in);
-    else
+    if (!run) {
         reply_error(server, in->unique, -ENOSYS);
+    } else if (once_begin(server, in)) {
+        run(server, in);
+        once_end();
+    }
 }

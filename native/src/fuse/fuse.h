@@ -177,6 +177,14 @@ void mux_close(struct kvfs_plane *plane);
 /* The session has ended. Hosts get EIO for requests that it has not answered, and new requests are refused. A guest's relay asks the next daemon. */
 void mux_end(struct kvfs_plane *plane);
 
+/* ---- once.c: requests that are not done again when a kernel sends them to a later daemon ---- */
+
+/* Changes of names by this thread are this request's until once_end(). False: a former daemon has done it, and it is answered. */
+bool once_begin(struct server *server, const struct fuse_in_header *in);
+void once_end(void);
+void once_answered(struct kvfs_plane *plane, const struct pending *p);              /* its answer is out, or nobody waits for it */
+void once_flush(struct flush *flush, const struct server *server, uint64_t unique); /* the seal is this FLUSH's */
+
 /* ---- notify.c ---- */
 
 struct notification {

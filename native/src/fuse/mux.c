@@ -286,6 +286,8 @@ static void forward(struct server *server, struct fuse_in_header *in, uint64_t a
             in->uid = p->user; /* the user that a pin or a slab is charged to */
         pending_link(mux, p);
         in->unique = (uint64_t)p->salt << 32 | (index + 1);
+        if (in->opcode != FUSE_GETXATTR) /* Python asks for the process there. Elsewhere it asks whose request it is: kvfs_request_of() */
+            in->pid = index + 1;
         if (!is_call) {
             r = message_send(mux, in, size);
         } else if (!call || mux->fd < 0) {
@@ -348,10 +350,13 @@ static bool pending_take(struct mux *mux, uint64_t id, struct pending *out);
 static void flush_answer(struct kvfs_plane *plane, uint64_t id) {
     struct pending p;
     COUNT(plane, flushes_sealed, 1);
-    if (plane->fuse->mux.fd < 0 || !pending_take(&plane->fuse->mux, id, &p) || p.timed_out)
+    if (plane->fuse->mux.fd < 0 || !pending_take(&plane->fuse->mux, id, &p))
         return;
-    slow_look(plane, p.opcode, p.node, now_ns() - p.arrived_ns);
-    p.transport->ops->reply(p.server, p.unique, 0, 0, NULL, 0);
+    if (!p.timed_out) {
+        slow_look(plane, p.opcode, p.node, now_ns() - p.arrived_ns);
+        p.transport->ops->reply(p.server, p.unique, 0, 0, NULL, 0);
+    }
+    once_answered(plane, &p);
 }
 
 static void flush_done(struct flush *flush, int result) {
@@ -376,6 +381,7 @@ void mux_flush_file(struct server *server) {
         return;
     }
     held->flush = (struct flush){.plane = plane, .inode = in->nodeid, .done = flush_done};
+    once_flush(&held->flush, server, in->unique);
     forward(server, in, now_ns(), 0, 0, &held->call);
     if (!held->call) /* refused, or it has gone to the session */
         free(held);
@@ -724,11 +730,12 @@ static void answer(struct kvfs_plane *plane, struct pending *p, uint8_t *data, u
     if (p->opcode == FUSE_LOOKUP && error == -ENOENT)
         missed_add(plane, p->offset);
     uint64_t took = latency_add(plane, LATENCY_FORWARD, p->arrived_ns);
-    if (p->timed_out)
-        return; /* answered long ago, or its transport is gone */
-    slow_look(plane, opcode_asked(p), p->node, took);
-    struct iovec iov = {body, length};
-    p->transport->ops->reply(p->server, p->unique, r, 0, &iov, r == 0 && length ? 1 : 0);
+    if (!p->timed_out) { /* else it was answered long ago, or its transport is gone */
+        slow_look(plane, opcode_asked(p), p->node, took);
+        struct iovec iov = {body, length};
+        p->transport->ops->reply(p->server, p->unique, r, 0, &iov, r == 0 && length ? 1 : 0);
+    }
+    once_answered(plane, p);
 }
 
 static void answer_here(struct server *server, struct pending *p, void *data, uint32_t length) {
@@ -737,6 +744,7 @@ static void answer_here(struct server *server, struct pending *p, void *data, ui
     slow_look(server->plane, p->opcode, p->node, now_ns() - server->arrived_ns);
     struct iovec iov = {body, length};
     server->transport->ops->reply(server, p->unique, r, 0, &iov, r == 0 && length ? 1 : 0);
+    once_answered(server->plane, p);
 }
 
 static struct pending pending_here(struct server *server, uint32_t flags) {

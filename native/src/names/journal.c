@@ -12,7 +12,7 @@
 #include "names/journal_layout.h"
 #include "names/names_state.h"
 
-#define DATA_MAX (16u << 20) /* of one entry: no record and no reply is longer */
+#define DATA_MAX (16u << 20) /* of one entry: no record is longer */
 #define ZEROS_MAX 8u
 
 /* A request whose entries stay until its reply was written. */
@@ -302,7 +302,6 @@ static bool entry_at_position(const struct journal *journal, uint64_t position, 
     switch (told->kind) {
     case KVFS_JOURNAL_PUT: return record_fits(told, out + 1);
     case KVFS_JOURNAL_REMOVE: return told->inode && !told->data_size;
-    case KVFS_JOURNAL_REPLY: return !told->inode && told->unique;
     default: return false;
     }
 }
@@ -396,13 +395,14 @@ void kvfs_names_request(uint64_t transport, uint64_t unique) {
     request.unique = unique;
 }
 
-void kvfs_names_reply(struct kvfs_names *names, uint64_t transport, uint64_t unique, const void *reply, uint32_t size) {
+int kvfs_names_was_asked(struct kvfs_names *names, uint64_t transport, uint64_t unique) {
     if (!names->journal)
-        return;
+        return 0;
     step_begin(names);
-    if (asked_find(names->journal, transport, unique) >= 0)
-        add(names->journal, KVFS_JOURNAL_REPLY, 0, 0, transport, unique, reply, size);
+    int64_t at = asked_find(names->journal, transport, unique);
+    int asked = at >= 0 && names->journal->asked[at].inherited;
     step_end(names);
+    return asked;
 }
 
 void kvfs_names_answered(struct kvfs_names *names, uint64_t transport, uint64_t unique) {
