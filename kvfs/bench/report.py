@@ -9,7 +9,7 @@ from kvfs.bench.engine import Measured
 from kvfs.bench.limit import Limit, Seen, limit, rate, raw_limit
 from kvfs.bench.plan import BLOCK_SIZES, Cell, Side, Work
 from kvfs.status.numbers import table
-from kvfs.units import format_size
+from kvfs.units import counted, duration_text, format_size
 
 Json = dict[str, object]
 # Devices whose reads alone are so much slower than the fastest one's.
@@ -21,7 +21,7 @@ class Outcome:
     """alone: bytes a second that each device reads by itself."""
 
     kind: str
-    told: str
+    name: str
     cores: int
     seconds: float
     cells: dict[Cell, Measured] = field(default_factory=dict)
@@ -61,7 +61,7 @@ def document(outcome: Outcome) -> Json:
     """Latencies in us, of calls; rates a second."""
     return {
         "kind": outcome.kind,
-        "target": outcome.told,
+        "target": outcome.name,
         "cores": outcome.cores,
         "seconds": round(outcome.seconds, 1),
         "cells": [
@@ -89,7 +89,7 @@ def document(outcome: Outcome) -> Json:
 
 
 def render(outcome: Outcome) -> str:
-    lines = [outcome.told]
+    lines = [f"{outcome.name}: {duration_text(outcome.seconds)}, {counted(outcome.cores, 'core')}"]
     sides = [side for side in Side if any(cell.side is side for cell in outcome.cells)]
     for work in (Work.READS, Work.STORES):
         if any(cell.work is work for cell in outcome.cells):

@@ -6,6 +6,7 @@ import errno
 import itertools
 import os
 import shutil
+import tempfile
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -21,6 +22,8 @@ from kvfs.frontend.asking import daemon_pid, how_to_mount
 from kvfs.pool.devices import Device, device_address
 from kvfs.units import counted, format_size, size_text, told_size
 
+# Of the directory that is made in a mount.
+_PREFIX = ".kvfs-bench."
 _PREPARE_THREADS = 4
 _PREPARE_BLOCK = 2 << 20
 _DELETED_AT_ONCE = 256
@@ -37,10 +40,12 @@ _KINDS = {
 
 
 class Target(Protocol):
-    """kind: pool, directory, devices. told: a line for people. notes: what the reader of the figures should know."""
+    """kind: pool, directory, devices. name: for people; does: what a measure does there. notes: what the reader
+    of the figures should know."""
 
     kind: str
-    told: str
+    name: str
+    does: str
     notes: list[str]
     sides: Sequence[Side]
     works: Sequence[Work]
@@ -68,6 +73,8 @@ def target_of(names: Sequence[str], *, write: bool) -> Target:
         if not (Path(first) / "pool.toml").exists():
             return DirectoryTarget(first)
         mounts = mount.mounts_of(first)
+        if not mounts and _daemon_of(Path(first)) is not None:
+            raise KvfsError(f"{first}: it is served, and mounted nowhere here; a mount is needed to measure it")
         if not mounts:
             raise KvfsError(f"{first}: not mounted{how_to_mount(Path(first))} first")
         return PoolTarget(Path(first), mounts[0].mountpoint)
@@ -93,25 +100,21 @@ class PoolTarget:
         # A name of its own for each run of a cell that stores.
         self._runs = itertools.count()
         self._sets: dict[int, int] = {}
-        self.told = (
-            f"pool {pool} at {directory}: {size_text(space.f_blocks * space.f_frsize)}; stores up to "
-            f"{size_text(2 * self._room)} of blocks, and deletes them; a full pool evicts as much"
-        )
+        self.name = f"pool {pool} at {directory}, {size_text(space.f_blocks * space.f_frsize)}"
+        self.does = f"stores up to {size_text(2 * self._room)} of blocks, and deletes them; a full pool evicts as much"
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            name = f".kvfs-bench.{os.getpid()}"
-            self._path = os.path.join(self._parent, name)
             try:
-                os.mkdir(self._path, 0o700)
+                self._path = tempfile.mkdtemp(prefix=_PREFIX, dir=self._parent)
             except OSError as error:
-                raise _failure(self._path, error) from error
+                raise _failure(self._parent, error) from error
             stack.callback(shutil.rmtree, self._path, ignore_errors=True)
             self._directory = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             stack.callback(os.close, self._directory)
             # So many are under way as a call has blocks.
             self._client: Client = stack.enter_context(
-                connect(self._parent, name, depth=64, timeout_s=10, gpu=None, paths=True)
+                connect(self._parent, os.path.basename(self._path), depth=64, timeout_s=10, gpu=None, paths=True)
             )
             stack.callback(self._delete_all)
             self._stack = stack.pop_all()
@@ -185,7 +188,7 @@ class _RawTarget:
     def __init__(self) -> None:
         self.works: Sequence[Work] = (Work.READS,)
         self.notes: list[str] = []
-        self.told = ""
+        self.name = self.does = ""
         self._stack = ExitStack()
         self._files: list[int] = []
         self._size = 0
@@ -199,7 +202,7 @@ class _RawTarget:
         if Work.STORES not in self.works or self._is_filled:
             return
         done = runner.run(
-            lib.KVFS_MEASURE_WRITE, what=f"{self.told}: writing what is to be read", seconds=2 * prepare_s(seconds),
+            lib.KVFS_MEASURE_WRITE, what=f"{self.name}: writing what is to be read", seconds=2 * prepare_s(seconds),
             block_size=_PREPARE_BLOCK, count=self._size // _PREPARE_BLOCK * len(self._files),
             threads=_PREPARE_THREADS, once=True, files=self._files,
         )  # fmt: skip
@@ -212,7 +215,7 @@ class _RawTarget:
 
     def _measure(self, runner: Runner, kind: int, cell: Cell, seconds: float, files: Sequence[int]) -> Measured:
         return runner.run(
-            kind, what=f"{self.told}: {cell.work} of {format_size(cell.block_size)}", seconds=seconds,
+            kind, what=f"{self.name}: {cell.work} of {format_size(cell.block_size)}", seconds=seconds,
             block_size=cell.block_size, count=self._size // cell.block_size * len(files), threads=cell.threads,
             files=files,
         )  # fmt: skip
@@ -242,7 +245,7 @@ class DirectoryTarget(_RawTarget):
         except OSError as error:
             raise _failure(self._path, error) from error
         self._stack.callback(os.close, self._files[0])
-        self.told = f"directory {self._path}: a file of {size_text(self._size)} without a name"
+        self.name, self.does = f"directory {self._path}", f"writes a file of {size_text(self._size)} without a name"
         return self
 
 
@@ -282,10 +285,11 @@ class DevicesTarget(_RawTarget):
                 devices.append(device)
             self._files = [device.fd for device in devices]
             self._size = min(device.size for device in devices)
-            self.told = f"{counted(len(devices), 'device')} {', '.join(self.names)}: {size_text(self._size)} of each"
+            self.name = f"{counted(len(devices), 'device')} {', '.join(self.names)}"
+            self.does = f"reads {size_text(self._size)} of each"
             if self._write:
                 self._size = min(self._size, STORE_MAX)
-                self.told = f"{self.told.rpartition(':')[0]}: overwrites {size_text(self._size)} of each"
+                self.does = f"overwrites {size_text(self._size)} of each"
             else:
                 self.notes.append(
                     "one that was never written, or was trimmed, may answer without its flash: --write writes first"
@@ -322,7 +326,7 @@ def _unnamed(path: str) -> int:
     except OSError as error:
         if error.errno != errno.EOPNOTSUPP:
             raise
-    name = os.path.join(path, f".kvfs-bench.{os.getpid()}")
+    name = os.path.join(path, f"{_PREFIX}{os.urandom(4).hex()}")
     file = os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600)
     os.unlink(name)
     return file

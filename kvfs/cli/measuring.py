@@ -53,7 +53,7 @@ def _measure(args: argparse.Namespace) -> Outcome:
     target = target_of(args.targets, write=args.write)
     with Progress() as progress, target:
         if not as_json(args):
-            note(target.told)
+            note(f"{target.name}: {target.does}")
         wanted = plan(target.sides, target.works, args.seconds)
         began = time.monotonic()
         # Cleaning up takes time too: what is told is the share of runs, and their speed so far.
@@ -64,7 +64,7 @@ def _measure(args: argparse.Namespace) -> Outcome:
             progress("measuring", done, wanted.runs, least_s=left_s)
 
         runner = Runner(tick, target.daemon)
-        outcome = Outcome(target.kind, target.told, len(os.sched_getaffinity(0)), 0.0, notes=target.notes)
+        outcome = Outcome(target.kind, target.name, len(os.sched_getaffinity(0)), 0.0, notes=target.notes)
         prepared = 0
         for row in wanted.rows:
             size = row[0].block_size

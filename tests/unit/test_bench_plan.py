@@ -160,7 +160,7 @@ def test_rates_have_three_digits(value: float, text: str) -> None:
 
 
 def outcome(sides: tuple[Side, ...], works: tuple[Work, ...]) -> Outcome:
-    made = Outcome("pool", "pool /srv/pool at /mnt/kv: 1.00T", 4, 60.0)
+    made = Outcome("pool", "pool /srv/pool at /mnt/kv, 1.00T", 4, 60.0)
     for row in plan(sides, works, 60.0).rows:
         for cell in row:
             measured = Measured(1000 * cell.depth, 0, 1.0, 1.0, 1.0, 0.2)
@@ -182,6 +182,7 @@ def test_the_report_has_a_line_for_each_row_and_ends_with_the_limits() -> None:
     )
     assert lines[-1].startswith("Limit of stores: ") and lines[-1].endswith(".")
     assert max(map(len, lines[:-2])) <= 120
+    assert lines[0] == "pool /srv/pool at /mnt/kv, 1.00T: 1 min 0 s, 4 cores"
     written = document(made)
     assert set(written) == {"kind", "target", "cores", "seconds", "cells", "limits", "notes"}
     assert set(written["limits"]) == {"reads", "stores"}  # type: ignore[call-overload]
