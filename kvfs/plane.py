@@ -1,9 +1,8 @@
 """A handle to the data plane (native/src/plane.c, native/include/kvfs_plane.h): typed calls, errors, and waiting for
 completions.
 
-Decides nothing. Methods bear the C functions' names and raise PlaneError with their errno. Methods that start a job are
-async and return its result. Memory that a job uses is kept until its completion (I5), also if the waiting task is
-cancelled.
+Decides nothing. Methods bear the C functions' names and raise PlaneError with their errno. A method that starts a job
+is async, with its result. A job's memory is kept until its completion (I5), also if the task that waits is cancelled.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ import trio
 from kvfs._native import ffi, lib
 from kvfs.errors import KvfsError, NamesFullError
 from kvfs.frames import Frames
+from kvfs.held import HeldMount
 from kvfs.names import LOOK, Evicted, Leave, Look, Names
 from kvfs.podmap import PodMap, PodOptions
 from kvfs.record import RECORD_BYTES, RECORD_SIZE, Extent
@@ -302,7 +302,7 @@ class Plane:
         self._table = lib.kvfs_plane_table(self._plane)
         self.names = Names(lib.kvfs_plane_names(self._plane), self._plane)
         self.frames = Frames(self._plane)
-        self.uses = Uses(self._plane)
+        self.uses, self.held = Uses(self._plane), HeldMount(self._plane)
         # The names of other nodes, once join() was called.
         self.pod: PodMap | None = None
 

@@ -16,7 +16,19 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 from kvfs import __version__, signals
-from kvfs.cli import completion, events, keeping, measuring, mounting, pod, pools, programs, replaying, watching
+from kvfs.cli import (
+    completion,
+    events,
+    holding,
+    keeping,
+    measuring,
+    mounting,
+    pod,
+    pools,
+    programs,
+    replaying,
+    watching,
+)
 from kvfs.cli.arguments import Parser, Verbs, WrongCommandLine
 from kvfs.cli.output import ToldError, ToldInterrupt, error_part, print_json
 from kvfs.cli.programs import RUN_VERBS
@@ -28,7 +40,7 @@ DAEMON_PACKAGES = frozenset({"pyfuse3", "trio", "lmdb", "xxhash"})
 
 # In the order of `kvfs --help`.
 _VERBS = (
-    pools.add_format, mounting.add_mount, mounting.add_export, mounting.add_keep, mounting.add_umount,
+    pools.add_format, mounting.add_mount, mounting.add_export, mounting.add_keep, holding.add_hold, mounting.add_umount,
     watching.add_status, watching.add_list, watching.add_stats, watching.add_top, watching.add_metrics,
     events.add_events,
     pools.add_fsck, keeping.add_pins, keeping.add_prestage, keeping.add_evict, pools.add_discover, pools.add_device,

@@ -31,7 +31,7 @@ UMOUNT_TIMEOUT_S = 120.0
 UMOUNT_STATUS_TIMEOUT_S = 5.0
 STARTED_STATUS_TIMEOUT_S = 5.0
 # Options that `kvfs export` lacks. A file for both verbs may have them.
-MOUNT_ALONE = ("allow-other", "options", "request-timeout", "native-in")
+MOUNT_ALONE = ("allow-other", "options", "request-timeout", "native-in", "hold")
 
 
 def add_mount(verbs: Verbs) -> None:
@@ -61,6 +61,11 @@ def add_mount(verbs: Verbs) -> None:
         help="let native clients in that have nothing but the mount, as in containers, if they connect in this "
         "directory of the pool (/: all); once for each (default: none)",
     )
+    sub.add_argument(
+        "--hold",
+        metavar="SOCKET",
+        help="have kvfs hold, which listens there, keep the mount for the next daemon (default: nobody does)",
+    )
     settings.configurable(sub)
 
 
@@ -83,6 +88,7 @@ def _mount(args: argparse.Namespace) -> int:
             options=tuple(option for option in args.options.split(",") if option),
             request_timeout_s=args.request_timeout,
             native_in=tuple(parse_directory(text) for text in args.native_in),
+            hold=None if args.hold is None else Path(os.path.abspath(args.hold)),
         ),
     )
 
@@ -329,7 +335,7 @@ def _umount(args: argparse.Namespace) -> int:
         for its in mount.mounts_of(pool):
             _refuse_strangers(its)
         try:
-            if (pool / "kvfs.pid").exists():
+            if (pool / "kvfs.pid").exists() or mount.mounts_of(pool):
                 return _end_pool(args, pool)
         except PermissionError as error:
             raise not_yours(pool) from error

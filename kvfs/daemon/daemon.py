@@ -22,6 +22,7 @@ import trio
 from kvfs.cgroup import memory_limit
 from kvfs.daemon.devices import device_command
 from kvfs.daemon.hearing import Hearing, reload
+from kvfs.daemon.holding import LEAVE_MS, Holding
 from kvfs.daemon.host import Look, fuse_pages, notify_manager, pid_file
 from kvfs.daemon.options import MountOptions, own_limit_ms
 from kvfs.daemon.reporter import Reporter, log_level
@@ -74,9 +75,11 @@ _OPERATIONS = {
 }  # fmt: skip
 
 
-async def serve(options: MountOptions, mountpoint: str | None, reporter: Reporter) -> int | None:
-    """Returns the signal that asked for the end, if one did."""
-    daemon = Daemon(options, mountpoint)
+async def serve(
+    options: MountOptions, mountpoint: str | None, reporter: Reporter, holding: Holding | None = None
+) -> int | None:
+    """Returns the signal that asked for the end, if one did. `holding`: the mount outlives this daemon."""
+    daemon = Daemon(options, mountpoint, holding)
     async with daemon.hearing.listening(), Store.open(options.pool, daemon.store_options(reporter)) as store:
         log_level(store.config.log_level)
         for note in store.notes:
@@ -116,8 +119,8 @@ class Daemon:
     _survey: Survey
     _pod: PodNode | None = None
 
-    def __init__(self, options: MountOptions, mountpoint: str | None) -> None:
-        self._options = options
+    def __init__(self, options: MountOptions, mountpoint: str | None, holding: Holding | None = None) -> None:
+        self._options, self._holding = options, holding
         self._mountpoint = mountpoint
         self._started_s = time.time()
         self._max_read = min(MAX_READ, fuse_pages() * PAGE_SIZE)
@@ -151,6 +154,7 @@ class Daemon:
             on_devices=self._on_devices,
             use=", ".join(uses),
             take_over=asked.force,
+            journal=None if self._holding is None else self._holding.journal,
             join=True,
             on_wait=reporter.info,
         )
@@ -204,13 +208,18 @@ class Daemon:
         assert not self._mounted
         self._exports.serve()
         if self._mountpoint is not None:
-            self._store.plane.fuse_add(await self._mount(self._mountpoint))
+            await self._serve_mount(self._mountpoint)
         # Signals are handled before anybody hears that we are ready: one that comes then must not kill.
         self.hearing.begin()
         nursery.start_soon(self._end_on_stop)
         nursery.start_soon(control.run)
-        if self._mountpoint is not None:
+        # A mount that was taken over answers: there is no INIT to wait for. And who is killed while it waits for itself
+        # never ends, as the next daemon would have to answer it.
+        if self._mountpoint is not None and not (self._holding is not None and self._holding.taken):
             await self._wait_answer(self._mountpoint)
+        if self._holding is not None:
+            self._holding.keep(self._store.plane.held)
+            nursery.start_soon(self._holding.watch)
         if self._options.metrics is not None:
             listeners = await listen(self._options.metrics)
             nursery.start_soon(Endpoint(self._collect, self._lacks).run, listeners)
@@ -230,6 +239,17 @@ class Daemon:
             log.warning("%s", note)
         for lack in missing() if self._options.native_in else ():
             log.warning("--native-in: the daemon lacks %s: such clients are refused", lack)
+
+    async def _serve_mount(self, mountpoint: str) -> None:
+        """Mount, or take the mount of an earlier daemon."""
+        plane = self._store.plane
+        if self._holding is not None:
+            self._holding.begin(plane.held)
+        if self._holding is not None and self._holding.taken:
+            self._made = mounting.find_mount(mountpoint)
+            self._holding.take(plane.held)
+        else:
+            plane.fuse_add(await self._mount(mountpoint))
 
     async def _mount(self, mountpoint: str) -> int:
         options = self._options
@@ -253,7 +273,8 @@ class Daemon:
                 await trio.to_thread.run_sync(os.statvfs, mountpoint, abandon_on_cancel=True)
         except (trio.TooSlowError, OSError) as error:
             with suppress(KvfsError):
-                await trio.to_thread.run_sync(lambda: mounting.unmount(mountpoint, lazy=True))
+                if self._mounted:  # a mount of an earlier daemon waits for the next one
+                    await trio.to_thread.run_sync(lambda: mounting.unmount(mountpoint, lazy=True))
             raise KvfsError(f"{mountpoint}: mounted, but gave no answer: {error or 'deadline'}") from error
 
     def _mounts(self) -> list[str]:
@@ -298,19 +319,28 @@ class Daemon:
         if hasattr(self, "_clients"):
             self._clients.hang_up()
 
+    @property
+    def _leaves(self) -> bool:
+        """Whether the mount outlives this daemon: a signal ended it, and another process keeps the mount."""
+        return self._holding is not None and self._holding.alive and self.hearing.ended_by is not None
+
     async def _end_on_stop(self) -> None:
         await self._stop.wait()
         notify_manager("STOPPING=1")
         self._store.ending()
+        if self._leaves:
+            log.info("%s stays mounted, for the next daemon", self._mountpoint)
+            self._store.leave()
+            self._store.plane.held.leave(LEAVE_MS)
         # Also where it is bound to. The upper ones first.
-        for present in reversed(mounting.mounts()):
+        for present in [] if self._leaves else reversed(mounting.mounts()):
             if self._made is not None and present.is_same(self._made.device, self._made.source):
                 await self._unmount(present.mountpoint)
         self._exports.stop()
         with trio.move_on_after(GRACE_S):
             with trio.move_on_after(_GOING_S):
                 await self._gone.wait()
-            if not self._gone.is_set() and (made := self._made) is not None:
+            if not self._gone.is_set() and not self._leaves and (made := self._made) is not None:
                 kept = await trio.to_thread.run_sync(holders, made.device, made.source, abandon_on_cancel=True)
                 log.warning("the mount is kept by %s; it ends with the daemon", describe(kept))
             while not self._gone.is_set() and self._store.plane.statistics()["open_handles"]:

@@ -12,6 +12,7 @@ from kvfs.store.opening import StoreOptions
 from kvfs.units import told_size
 from kvfs.virtiofs.exports import Export
 
+HOLD_KERNEL = (6, 9)  # FUSE_NOTIFY_RESEND
 # Timeouts in seconds that the kernel accepts (fuse_init_out.request_timeout): it rounds smaller ones up, and checks at
 # that interval.
 REQUEST_TIMEOUT_MIN_S, REQUEST_TIMEOUT_MAX_S = 15, 65535
@@ -44,6 +45,8 @@ class MountOptions:
     metrics: tuple[str, int] | None = None
     # Directories, by their parts, where native clients are let in that have the mount alone.
     native_in: tuple[tuple[bytes, ...], ...] = ()
+    # The socket of a holder, which keeps the mount for the next daemon.
+    hold: Path | None = None
 
     @property
     def read_only(self) -> bool:
@@ -72,6 +75,21 @@ def own_limit_ms(request_timeout_s: int | None, limit_ms: int) -> int:
     """The deadline of one request in the daemon: a slow request fails by itself before the kernel ends the mount for
     it."""
     return limit_ms if request_timeout_s is None else min(limit_ms, request_timeout_s * 1000 * 2 // 3)
+
+
+def check_hold(options: MountOptions) -> None:
+    """UsageError for what a mount that outlives its daemon cannot have."""
+    from kvfs.doctor import kernel_version
+
+    if options.hold is None:
+        return
+    if options.request_timeout_s is not None:
+        raise UsageError(
+            f"--request-timeout {options.request_timeout_s}: the kernel would end the mount while no daemon serves it; "
+            "leave it out with --hold (kvfs hold --timeout ends a mount that no daemon comes for)"
+        )
+    if kernel_version(platform.release()) < HOLD_KERNEL:
+        raise UsageError(f"--hold {options.hold}: Linux 6.9 or newer can do that; this is {platform.release()}")
 
 
 def check_request_timeout(options: MountOptions) -> None:

@@ -15,8 +15,9 @@ import trio
 from kvfs import signals
 from kvfs.daemon.daemon import serve
 from kvfs.daemon.first import leave_first
+from kvfs.daemon.holding import hold
 from kvfs.daemon.host import raise_fuse_pages, raise_limits
-from kvfs.daemon.options import MountOptions, check_request_timeout, fit_memory
+from kvfs.daemon.options import MountOptions, check_hold, check_request_timeout, fit_memory
 from kvfs.daemon.reporter import LOG_NAME, Reporter, log_to_file, log_to_stderr
 from kvfs.errors import DeadlineError, KvfsError, PoolError, UsageError, first_error, printable
 from kvfs.frontend import mount as mounting
@@ -34,6 +35,7 @@ def start(options: MountOptions) -> int:
     """
     assert options.mountpoint is not None or options.exports
     check_request_timeout(options)
+    check_hold(options)
     options = fit_memory(options)
     if options.foreground:
         leave_first()
@@ -144,12 +146,18 @@ def _run(options: MountOptions, reporter: Reporter) -> int | None:
     """Serve until the end; returns the signal that asked for it, if one did."""
     mountpoint = None
     mounting.refuse_inside(options.pool, "a pool")
-    if options.mountpoint is not None:
-        mountpoint = mounting.check_mountpoint(options.mountpoint, options.pool)
-        mounting.check_device()
-        raise_fuse_pages()
-    raise_limits()
+    holding = hold(options)
     try:
-        return trio.run(serve, options, mountpoint, reporter)
+        if holding is not None and holding.taken:
+            mountpoint = holding.mountpoint
+        elif options.mountpoint is not None:
+            mountpoint = mounting.check_mountpoint(options.mountpoint, options.pool)
+            mounting.check_device()
+            raise_fuse_pages()
+        raise_limits()
+        return trio.run(serve, options, mountpoint, reporter, holding)
     except BaseExceptionGroup as group:
         raise first_error(group) from None
+    finally:
+        if holding is not None:
+            holding.close()

@@ -202,6 +202,7 @@ static void nodes_free(struct kvfs_plane *plane) {
 }
 
 void kvfs_plane_destroy(struct kvfs_plane *plane) {
+    atomic_store(&plane->leaving, true); /* no file ends by being sealed any more */
     if (plane->names)
         kvfs_flush_give_up(plane);
     if (plane->fuse)
@@ -242,6 +243,7 @@ void kvfs_plane_destroy(struct kvfs_plane *plane) {
         arena_free(&plane->reading);
         arena_free(&plane->reading_small);
     }
+    written_free(plane->written);
     events_free(&plane->events);
     kvfs_chains_destroy(plane->chains);
     free(plane->uses);

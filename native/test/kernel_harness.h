@@ -333,9 +333,8 @@ static inline void wait_orphans(void) {
     }
 }
 
-static inline void plane_end(void) {
-    wait_orphans();
-    unmount();
+/* The plane and its devices' files. */
+static inline void plane_down(void) {
     kvfs_plane_destroy(plane);
     close(session);
     for (uint32_t i = 0; i < DEVICES; i++) {
@@ -345,6 +344,12 @@ static inline void plane_end(void) {
         close(device_fds[i]);
     }
     rmdir(plane_directory);
+}
+
+static inline void plane_end(void) {
+    wait_orphans();
+    unmount();
+    plane_down();
     printf("ok the plane comes down with nothing left\n");
 }
 

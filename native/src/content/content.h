@@ -251,10 +251,20 @@ struct file {
     bool past_cache, shared;       /* its writer bypasses its kernel's page cache; others have opened it since: cache_bypass() */
     bool slab_asked, slab_refused; /* asked: Python makes it a slab, and writes wait; refused: it stays a file */
     bool dirty, sealing, spilling, discarded;
-    uint64_t overtaken;  /* up to this version another node's change of its name counts: looked at again when the file ends. 0: none */
-    struct desc *sealed; /* the header just written, until seal_end */
+    uint32_t written_place; /* in the list of written.c; 0: none */
+    uint64_t overtaken;     /* up to this version another node's change of its name counts: looked at again when the file ends. 0: none */
+    struct desc *sealed;    /* the header just written, until seal_end */
     struct request *parked, *parked_last;
 };
+/* ---- written.c: which inodes are open for writing, for the daemon after this one ---- */
+
+int written_keep(struct kvfs_plane *plane, int fd); /* as kvfs_fuse_hold() */
+struct written;
+void written_free(struct written *written);
+int written_add(struct kvfs_plane *plane, uint64_t inode, uint32_t *place); /* *place: 0 if nobody keeps a list. -ENFILE: the list is full */
+void written_remove(struct kvfs_plane *plane, uint64_t inode, uint32_t place);
+bool written_earlier(const struct kvfs_plane *plane, uint64_t inode); /* an earlier daemon had it open for writing when it ended */
+
 /* All of these take node->lock held, unless they block. */
 struct file *file_new(uint64_t inode);
 int file_from_desc(struct kvfs_plane *plane, struct node *node, const struct desc *desc);
@@ -547,6 +557,7 @@ struct kvfs_plane {
     struct kvfs_chains *chains; /* changed in steps (I4) */
     struct worker_pool store;
     atomic_bool stopping;
+    atomic_bool leaving; /* the mount is another daemon's next */
     struct counters count;
     struct processes processes;
     atomic_ullong missed_names[MISSED_NAMES]; /* hashes of names that were looked up and missing, by hash */
@@ -561,7 +572,9 @@ struct kvfs_plane {
     pthread_mutex_t request_lock;
     struct request *requests_free;
     struct request *memory_parked, *memory_parked_last; /* WRITEs that wait for staging; under request_lock */
+    atomic_uint requests_busy;                          /* got and not put */
     atomic_ullong unparks;                              /* of those; changed under request_lock */
+    struct written *written;                            /* NULL: no other process keeps such a list */
     struct fuse *fuse;                                  /* fuse/fuse.h */
     struct guests *guests;                              /* virtiofs/virtio.h */
 };

@@ -8,6 +8,12 @@ static int file_install(struct kvfs_plane *plane, struct node *node) {
     node->file = file_new(node->inode);
     if (!node->file)
         return -ENOMEM;
+    int r = written_add(plane, node->inode, &node->file->written_place);
+    if (r < 0) {
+        free(node->file);
+        node->file = NULL;
+        return r;
+    }
     atomic_fetch_add(&node->refs, 1);
     COUNT(plane, staged_files, 1);
     kvfs_table_count_written(plane->table, node->inode, 1);

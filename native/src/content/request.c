@@ -9,8 +9,10 @@ struct request *request_get(struct kvfs_plane *plane) {
     pthread_mutex_unlock(&plane->request_lock);
     if (!request)
         request = malloc(sizeof(*request));
-    if (request)
+    if (request) {
         memset(request, 0, sizeof(*request));
+        atomic_fetch_add(&plane->requests_busy, 1);
+    }
     return request;
 }
 
@@ -29,6 +31,7 @@ void request_put(struct kvfs_plane *plane, struct request *request) {
     request->next = plane->requests_free;
     plane->requests_free = request;
     pthread_mutex_unlock(&plane->request_lock);
+    atomic_fetch_sub(&plane->requests_busy, 1);
 }
 
 uint64_t latency_add(struct kvfs_plane *plane, uint32_t operation, uint64_t arrived_ns) {

@@ -364,6 +364,14 @@ uint32_t file_kept_extents(const struct file *file, bool sealing, struct kvfs_ex
     return count;
 }
 
+/* The kernel may have pages of it that are sealed nowhere, and a sealed block is served in their place. */
+static bool written_stays(struct kvfs_plane *plane, const struct file *file) {
+    struct kvfs_record record;
+    if (!file->written_place || (!file->dirty && !atomic_load(&plane->leaving)))
+        return false;
+    return atomic_load(&plane->leaving) || (kvfs_table_find_inode(plane->table, file->inode, &record) == 0 && record.flags & KVFS_INODE_SEALED);
+}
+
 void file_free(struct kvfs_plane *plane, struct node *node) {
     struct file *file = node->file;
     if (file->overtaken) /* the last seal may be older than that */
@@ -379,6 +387,8 @@ void file_free(struct kvfs_plane *plane, struct node *node) {
     file_unpark(plane, file); /* they find no file, and end as EIO */
     desc_put(file->sealed);
     slab_put(file->slab);
+    if (!written_stays(plane, file))
+        written_remove(plane, file->inode, file->written_place);
     free(file->chunks);
     free(file->placed);
     free(file->leaves);

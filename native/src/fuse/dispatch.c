@@ -22,6 +22,14 @@ static_assert(sizeof(struct fuse_init_out) == 64 && __builtin_offsetof(struct fu
 #define SLAB_REQUEST "kvfs.slab"
 #define ALLOCATE_REQUEST "kvfs.allocate"
 
+void transport_agreed(struct transport *transport, uint32_t minor, uint64_t flags) {
+    transport->minor = minor;
+    transport->flags = flags;
+    transport->inc_epoch = minor >= 44 && !transport->guest;
+    transport->listing_plus = transport->inc_epoch && flags & FUSE_DO_READDIRPLUS;
+    transport->direct_mmap = flags >> 32 & FLAG2_DIRECT_IO_ALLOW_MMAP;
+}
+
 static void do_init(struct server *server, struct fuse_in_header *in) {
     struct kvfs_plane *plane = server->plane;
     struct transport *transport = server->transport;
@@ -47,23 +55,22 @@ static void do_init(struct server *server, struct fuse_in_header *in) {
     wanted |= transport->guest || atomic_load(&plane->fuse->guest_count) ? FUSE_AUTO_INVAL_DATA : FUSE_EXPLICIT_INVAL_DATA;
     /* FUSE_NOTIFY_INC_EPOCH came with protocol 7.44 (Linux 6.16). A kernel that cannot be told of evictions keeps no names of blocks, and would ask
      * again for each name that was listed. With AUTO the kernel finds out which listings need it (`ls -l`, not `ls`). */
-    transport->inc_epoch = init.minor >= 44 && !transport->guest;
-    transport->listing_plus = transport->inc_epoch && offered & FUSE_DO_READDIRPLUS && offered & FUSE_READDIRPLUS_AUTO;
-    if (transport->listing_plus)
+    bool listing_plus = init.minor >= 44 && !transport->guest && offered & FUSE_DO_READDIRPLUS && offered & FUSE_READDIRPLUS_AUTO;
+    if (listing_plus)
         wanted |= FUSE_DO_READDIRPLUS | FUSE_READDIRPLUS_AUTO;
     /* A guest may wait as long as it likes. */
     uint16_t patience_s = transport->guest ? 0 : (uint16_t)min_u64(plane->config.kernel_timeout_s, UINT16_MAX);
     if (patience_s)
         wanted |= (uint64_t)FLAG2_REQUEST_TIMEOUT << 32;
-    bool rings = !transport->guest && offered >> 32 & FLAG2_OVER_IO_URING && uring_prepare(transport);
+    /* Requests in rings end with the process that has the rings. */
+    bool rings = !transport->guest && !plane->fuse->held && offered >> 32 & FLAG2_OVER_IO_URING && uring_prepare(transport);
     if (rings)
         wanted |= (uint64_t)FLAG2_OVER_IO_URING << 32;
     uint64_t flags = offered & wanted;
     if (flags >> 32 & FLAG2_REQUEST_TIMEOUT)
         memcpy((uint8_t *)&out + INIT_REQUEST_TIMEOUT_AT, &patience_s, sizeof(patience_s));
     out.minor = init.minor < 45 ? init.minor : 45;
-    transport->minor = out.minor;
-    transport->direct_mmap = flags >> 32 & FLAG2_DIRECT_IO_ALLOW_MMAP;
+    transport_agreed(transport, out.minor, flags);
     if (transport->guest) /* it has booted, or mounts again: its earlier handles are gone */
         transport_forget(transport);
     out.max_readahead = init.max_readahead;
@@ -186,8 +193,8 @@ static void do_open(struct server *server, struct fuse_in_header *in) {
     bool uncached = !server->transport->guest && host_opens_uncached(node);
     if ((written && cache_bypass(server->transport, node, false)) || uncached)
         out.open_flags |= OPEN_DIRECT_IO;
-    else if (!server->transport->guest && !written && !unsure && record.flags & KVFS_INODE_SEALED && !(record.flags & KVFS_INODE_REWRITTEN) &&
-             node->writers == 0)
+    else if (!server->transport->guest && !written && !unsure && !(server->transport->taken && written_earlier(plane, in->nodeid)) &&
+             record.flags & KVFS_INODE_SEALED && !(record.flags & KVFS_INODE_REWRITTEN) && node->writers == 0)
         out.open_flags |= OPEN_KEEP_CACHE;
     COUNT(plane, opens, 1);
     reply_data(server, in->unique, &out, sizeof(out));
@@ -240,9 +247,13 @@ static void read_staged(struct server *server, struct request *request) {
     request_slow(request);
 }
 
-/* A guest that has outlived a daemon reads on with handles that the new daemon never gave out. A sealed block needs only the node id. */
-static int find_lost(struct kvfs_plane *plane, uint64_t inode, struct handle *out) {
+/* A kernel that has outlived a daemon reads on with handles that the new daemon never gave out. A sealed block needs only the node id. A host's kernel
+ * may have pages of a file that was being written: nothing that is sealed may stand beside them. */
+static int find_lost(struct server *server, uint64_t inode, struct handle *out) {
+    struct kvfs_plane *plane = server->plane;
     struct kvfs_record record;
+    if (!server->transport->guest && (!server->transport->taken || written_earlier(plane, inode)))
+        return -EBADF;
     if (is_foreign(inode) || kvfs_table_find_inode(plane->table, inode, &record) < 0 || !(record.flags & KVFS_INODE_SEALED) || !S_ISREG(record.mode))
         return -EBADF;
     out->node = node_get(plane, inode, true);
@@ -254,9 +265,7 @@ static void do_read(struct server *server, struct fuse_in_header *in) {
     struct fuse_read_in read;
     memcpy(&read, in + 1, sizeof(read));
     struct handle handle = {0};
-    int r = handle_find(plane, server->transport, read.fh, in->nodeid, &handle) ? 0
-            : server->transport->guest                                          ? find_lost(plane, in->nodeid, &handle)
-                                                                                : -EBADF;
+    int r = handle_find(plane, server->transport, read.fh, in->nodeid, &handle) ? 0 : find_lost(server, in->nodeid, &handle);
     if (r == 0 && read.size > server->transport->max_read)
         r = -EINVAL;
     struct request *request = r == 0 ? request_new(server, in, handle.node) : NULL;

@@ -70,10 +70,12 @@ struct transport {
     atomic_uint servers_running;
     atomic_bool ended;
     atomic_bool initialized;
+    bool taken; /* from an earlier daemon: its kernel has handles of that one */
     bool inc_epoch;
     bool listing_plus; /* its kernel asks for attributes with a listing: READDIRPLUS */
     bool direct_mmap;  /* its kernel maps files opened with FOPEN_DIRECT_IO (Linux 6.6) */
     uint32_t minor;
+    uint64_t flags; /* agreed on with INIT */
     uint32_t max_read;
     uint32_t user;             /* a guest is one user, whatever users it has. 0: the users are its kernel's */
     atomic_uint forwarded;     /* under way in the session */
@@ -82,7 +84,9 @@ struct transport {
 static inline struct caller caller_of(const struct transport *transport, uint32_t pid) { return (struct caller){transport->user, pid}; }
 static inline uint32_t user_id(const struct transport *transport, uint32_t uid) { return transport->user ? transport->user : uid; }
 int transport_start(struct kvfs_plane *plane, int fd);
-int server_init(struct transport *transport, uint32_t index, int fd); /* fd is the server's from then on, also after a failure */
+int transport_take(struct kvfs_plane *plane, const int *fds, uint32_t count, const struct kvfs_held *held);
+void transport_agreed(struct transport *transport, uint32_t minor, uint64_t flags); /* takes over the answer to INIT */
+int server_init(struct transport *transport, uint32_t index, int fd);               /* fd is the server's from then on, also after a failure */
 void server_free(struct server *server);
 int servers_start(struct transport *transport);
 static inline void server_wake(struct server *server) { wake_fd(server->wake_fd); }
@@ -174,7 +178,8 @@ bool mux_waiting(struct kvfs_plane *plane); /* forwarded requests under way */
 void mux_transport_ended(struct kvfs_plane *plane, struct transport *transport);
 void mux_release_directory(struct kvfs_plane *plane, uint64_t inode);
 void mux_close(struct kvfs_plane *plane);
-/* The session has ended. Hosts get EIO for requests that it has not answered, and new requests are refused. A guest's relay asks the next daemon. */
+/* The session has ended. Hosts get EIO for requests that it has not answered, and new requests are refused. A guest's relay asks the next daemon, and so
+ * does the kernel of a mount that is held. */
 void mux_end(struct kvfs_plane *plane);
 
 /* ---- once.c: requests that are not done again when a kernel sends them to a later daemon ---- */
@@ -212,8 +217,10 @@ struct fuse {
     pthread_mutex_t transports_lock;
     struct transport *transports[TRANSPORTS_MAX];
     atomic_uint transport_count;
-    atomic_uint guest_count; /* exports */
-    atomic_bool spinning;    /* only one thread of the plane polls at a time */
+    atomic_uint guest_count;      /* exports */
+    atomic_bool spinning;         /* only one thread of the plane polls at a time */
+    bool held;                    /* another process keeps the mount */
+    atomic_ullong leave_until_ns; /* 0: the mount is not left */
 };
 int fuse_create(struct kvfs_plane *plane); /* memory; 0 or -ENOMEM */
 int fuse_start(struct kvfs_plane *plane);  /* its threads */

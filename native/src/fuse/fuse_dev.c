@@ -7,6 +7,8 @@
 #include <unistd.h>
 
 #define POLL_FUSE 0
+#define NOTIFY_RESEND 7    /* FUSE_NOTIFY_RESEND, Linux 6.9 */
+#define NOTIFY_INC_EPOCH 8 /* FUSE_NOTIFY_INC_EPOCH, Linux 6.16 */
 
 static uint32_t weight_of(uint32_t opcode, size_t size) {
     switch (opcode) {
@@ -99,13 +101,33 @@ static int fuse_open(int fd, bool clone) {
     return fd;
 }
 
-int transport_start(struct kvfs_plane *plane, int fd) {
+static struct transport *transport_new(struct kvfs_plane *plane) {
     struct transport *transport = calloc(1, sizeof(*transport));
     if (!transport)
-        return -ENOMEM;
+        return NULL;
     transport->plane = plane;
     transport->ops = &fuse_ops;
     transport->max_read = plane->config.max_read;
+    return transport;
+}
+
+/* Among the plane's transports, if there is room: 0 or -EUSERS. */
+static int transport_enter(struct transport *transport) {
+    struct fuse *fuse = transport->plane->fuse;
+    pthread_mutex_lock(&fuse->transports_lock);
+    uint32_t place = 0;
+    while (place < TRANSPORTS_MAX && fuse->transports[place])
+        place++;
+    if (place < TRANSPORTS_MAX)
+        fuse->transports[place] = transport;
+    pthread_mutex_unlock(&fuse->transports_lock);
+    return place < TRANSPORTS_MAX ? 0 : -EUSERS;
+}
+
+int transport_start(struct kvfs_plane *plane, int fd) {
+    struct transport *transport = transport_new(plane);
+    if (!transport)
+        return -ENOMEM;
     int r = 0;
     for (uint32_t i = 0; i < plane->config.server_threads && r == 0; i++) {
         int own = fuse_open(fd, i > 0);
@@ -118,18 +140,53 @@ int transport_start(struct kvfs_plane *plane, int fd) {
         transport->servers[i].reader = i == 0;
         transport->server_count = i + 1;
     }
-    pthread_mutex_lock(&plane->fuse->transports_lock);
-    uint32_t place = 0;
-    while (place < TRANSPORTS_MAX && plane->fuse->transports[place])
-        place++;
-    if (r == 0 && place == TRANSPORTS_MAX)
-        r = -EUSERS;
     if (r == 0)
-        plane->fuse->transports[place] = transport;
-    pthread_mutex_unlock(&plane->fuse->transports_lock);
+        r = transport_enter(transport);
     if (r < 0) {
         transport->servers[0].fd = -1; /* stays the caller's */
         transport_free(transport);
+        return r;
+    }
+    return servers_start(transport);
+}
+
+static int notify_write(struct transport *transport, int code) {
+    struct fuse_out_header head = {.len = sizeof(head), .error = code, .unique = 0};
+    return write(transport->servers[0].fd, &head, sizeof(head)) < 0 ? -errno : 0;
+}
+
+/* Before its threads start, so nothing else is read or answered yet. */
+static int ask_again(struct transport *transport) {
+    int r = notify_write(transport, NOTIFY_RESEND);
+    return r == 0 && transport->inc_epoch ? notify_write(transport, NOTIFY_INC_EPOCH) : r;
+}
+
+/* A thread for each descriptor: a request is answered by the one that it came from. */
+int transport_take(struct kvfs_plane *plane, const int *fds, uint32_t count, const struct kvfs_held *held) {
+    struct transport *transport = transport_new(plane);
+    int r = transport ? 0 : -ENOMEM;
+    uint32_t own = 0;
+    for (; own < count && r == 0; own++) {
+        int fd = fuse_open(fds[own], false);
+        r = server_init(transport, own, fds[own]);
+        r = fd < 0 ? fd : r;
+        transport->servers[own].reader = own == 0;
+        transport->server_count = own + 1;
+    }
+    for (; own < count; own++)
+        close(fds[own]);
+    if (r == 0) {
+        transport->taken = true;
+        transport->max_read = held->max_read;
+        transport_agreed(transport, held->minor, held->flags);
+        atomic_store(&transport->initialized, true);
+        r = ask_again(transport);
+        if (r == 0)
+            r = transport_enter(transport);
+    }
+    if (r < 0) {
+        if (transport)
+            transport_free(transport);
         return r;
     }
     return servers_start(transport);

@@ -427,7 +427,7 @@ void mux_end(struct kvfs_plane *plane) {
     pthread_mutex_unlock(&mux->lock);
     for (struct pending *p;;) {
         pthread_mutex_lock(&mux->lock);
-        for (p = mux->oldest; p && p->transport->guest; p = p->next)
+        for (p = mux->oldest; p && (p->transport->guest || plane->fuse->held); p = p->next)
             ;
         if (!p) {
             pthread_mutex_unlock(&mux->lock);

@@ -1,0 +1,124 @@
+"""The daemon's part with a holder (kvfs/hold): it hands over its mount's descriptors, and the journal of names, and
+takes those of an earlier daemon."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import trio
+
+from kvfs import journal
+from kvfs.daemon.options import MountOptions
+from kvfs.errors import KvfsError
+from kvfs.frontend import mount as mounting
+from kvfs.held import HeldMount, written_make
+from kvfs.hold.claim import Claim, claim
+from kvfs.hold.words import connection_of
+from kvfs.pool.owner import Life, process_life
+
+# One logger name for the whole room: it is in every line of the log.
+log = logging.getLogger(__package__)
+
+# Requests under way get that long to be answered, when the daemon leaves its mount.
+LEAVE_MS = 5000
+_KERNEL_LIMITS = ("default_request_timeout", "max_request_timeout")
+_FUSE_SETTINGS = Path("/proc/sys/fs/fuse")
+
+
+class Holding:
+    """A mount that the holder keeps for the daemon after this one. `alive`: the holder is there."""
+
+    def __init__(self, mountpoint: str, claimed: Claim) -> None:
+        self.mountpoint, self._claim, self.alive = mountpoint, claimed, True
+        left = claimed.left
+        self.taken = left is not None
+        # An older kvfs may have left no journal.
+        self._new = left is None or left.journal is None
+        self._written = written_make() if left is None else os.dup(left.written)
+        self.journal = journal.make() if left is None or left.journal is None else os.dup(left.journal)
+
+    @property
+    def pid(self) -> int:
+        """The holder's."""
+        return self._claim.pid
+
+    def begin(self, mount: HeldMount) -> None:
+        """Before the mount is served."""
+        mount.begin(self._written)
+
+    def take(self, mount: HeldMount) -> None:
+        """Serve the mount that was left. KvfsError; it waits for the next daemon then."""
+        left = self._claim.left
+        assert left is not None
+        fds, left.fuse = left.fuse, []
+        mount.take(fds, left.state)
+        log.info("%s: taken over from pid %d; it had no daemon for %.2f s", self.mountpoint, left.pid, left.idle_s)
+
+    def keep(self, mount: HeldMount) -> None:
+        """Have the holder keep the mount, once it is served. HoldError."""
+        if self._new:
+            fds, state = mount.state()
+            self._claim.put(state, fds, self._written, self.journal)
+        log.info("%s: kept by the holder, pid %d, at %s", self.mountpoint, self.pid, self._claim.path)
+        for name in _KERNEL_LIMITS:
+            if (limit := _setting(name)) > 0:
+                log.warning("fs.fuse.%s is %d s: the kernel ends the mount if no daemon serves it so long", name, limit)
+
+    async def watch(self) -> None:
+        """Say so if the holder ends. The mount goes on, but not beyond this daemon."""
+        await trio.lowlevel.wait_readable(self._claim.fileno())
+        self.alive = False
+        log.error(
+            "the holder at %s (pid %d) has ended: the mount ends with this daemon; "
+            "unmount, start kvfs hold, and mount again when it suits",
+            self._claim.path, self.pid,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """The end of this process's claim."""
+        os.close(self._written)
+        os.close(self.journal)
+        self._claim.close()
+
+
+def _setting(name: str) -> int:
+    try:
+        return int((_FUSE_SETTINGS / name).read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+def hold(options: MountOptions) -> Holding | None:
+    """Claim the mount at the options' holder, if they name one. KvfsError: nobody keeps it there, another daemon serves
+    it, or what was left is of another mount."""
+    if options.hold is None or options.mountpoint is None:
+        return None
+    pool, mountpoint = mounting.resolve(options.pool), mounting.resolve(options.mountpoint)
+    claimed = claim(options.hold, pool, mountpoint, _is_going)
+    try:
+        if claimed.left is not None:
+            _check_mount(pool, mountpoint, claimed.left.fuse[0])
+        return Holding(mountpoint, claimed)
+    except BaseException:
+        claimed.close()
+        raise
+
+
+def _is_going(pid: int) -> bool:
+    return process_life(pid, 0) in (Life.GOING, Life.GONE)
+
+
+def _check_mount(pool: str, mountpoint: str, fd: int) -> None:
+    present = mounting.find_mount(mountpoint)
+    if present is None:
+        log.warning("%s: a mount is held for it, which this process does not see: in another mount namespace?", pool)
+        return
+    if not present.is_kvfs or present.source != pool:
+        raise KvfsError(
+            f"{mountpoint}: {present.source} ({present.type}) is mounted there, over the held mount of pool {pool}"
+        )
+    connection, device = connection_of(fd), present.device.partition(":")[2]
+    if connection is not None and connection != device:
+        raise KvfsError(f"{mountpoint}: FUSE connection {device} is mounted there, and {connection} is held")

@@ -1,0 +1,62 @@
+"""A plane's mount that another process keeps for the next daemon: fuse/held.c and content/written.c."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from kvfs._native import ffi, lib
+from kvfs.errors import KvfsError
+
+_WHY = {
+    errno.EPROTONOSUPPORT: "another version of kvfs left it, which this one does not understand",
+    errno.EBADMSG: "its list of the inodes that are open for writing is none",
+    errno.EINVAL: "its numbers cannot be; or this kernel (before Linux 6.9) does not send requests again",
+    errno.EOPNOTSUPP: "Linux 6.9 is needed; or it was mounted without exports, and this daemon has some",
+}
+
+
+class HeldMount:
+    """Of one plane."""
+
+    def __init__(self, plane: Any) -> None:
+        """plane: a struct kvfs_plane *, which lives as long as calls are made."""
+        self._plane = plane
+
+    def begin(self, written: int) -> None:
+        """Another process keeps the mount. `written`: memory of written_make(), told which inodes are open for writing.
+        Before the mount is served."""
+        _check(lib.kvfs_fuse_hold(self._plane, written))
+
+    def state(self) -> tuple[list[int], bytes]:
+        """The mount's descriptors, which stay the plane's, and what its kernel and the daemon have agreed on."""
+        fds, held = ffi.new("int[]", lib.KVFS_HELD_DESCRIPTORS_MAX), ffi.new("struct kvfs_held *")
+        count = _check(lib.kvfs_fuse_held(self._plane, fds, len(fds), held))
+        return ffi.unpack(fds, count), bytes(ffi.buffer(held))
+
+    def take(self, fds: Sequence[int], state: bytes) -> None:
+        """Serve the mount of an earlier daemon, of which this is the state(). The descriptors are the plane's."""
+        held = ffi.new("struct kvfs_held *")
+        if len(state) != ffi.sizeof(held[0]):
+            raise KvfsError(f"the mount that is held: a state of {len(state)} bytes; {ffi.sizeof(held[0])} are known")
+        ffi.memmove(held, state, len(state))
+        _check(lib.kvfs_fuse_take(self._plane, list(fds), len(fds), held))
+
+    def leave(self, timeout_ms: int) -> None:
+        """Answer what is under way, and end the transport; the mount waits for the next daemon."""
+        lib.kvfs_fuse_leave(self._plane, timeout_ms)
+
+
+def written_make() -> int:
+    """Memory for a list of the inodes that are open for writing. The descriptor is the caller's."""
+    return _check(lib.kvfs_written_make())
+
+
+def _check(result: int) -> int:
+    if result < 0:
+        error = KvfsError(f"the mount that is held: {_WHY.get(-result, os.strerror(-result))}")
+        error.errno = -result
+        raise error
+    return result

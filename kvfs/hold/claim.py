@@ -1,0 +1,154 @@
+"""A daemon's side of a holder: the claim of a mount, and what an earlier daemon left of it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvfs.descriptors import above, reason
+from kvfs.errors import printable
+from kvfs.hold.words import (
+    FUSE,
+    JOURNAL,
+    WRITTEN,
+    HoldError,
+    close_all,
+    peer,
+    receive,
+    roles_of,
+    send,
+    state_of,
+    trusted,
+)
+
+ANSWER_TIMEOUT_S = 10.0
+# A daemon that was killed has gone within that, and so has its connection.
+GOING_S = 5.0
+_AGAIN_S = 0.02
+
+
+@dataclass(slots=True)
+class Left:
+    """A mount as an earlier daemon left it. The descriptors are the receiver's."""
+
+    state: bytes
+    fuse: list[int]
+    written: int
+    journal: int | None
+    idle_s: float
+    pid: int
+
+    def close(self) -> None:
+        close_all([*self.fuse, self.written, *([] if self.journal is None else [self.journal])])
+
+
+class Claim:
+    """A mount that this process serves, as the holder knows it. It lasts until close(), or the end of this process."""
+
+    def __init__(self, path: Path, sock: socket.socket, left: Left | None) -> None:
+        self.path, self._sock, self.left = path, sock, left
+        self.pid = peer(sock)[0]
+
+    def fileno(self) -> int:
+        """Readable once the holder has ended: it says nothing unasked."""
+        return self._sock.fileno()
+
+    def put(self, state: bytes, fuse: Sequence[int], written: int, journal: int | None) -> None:
+        """Have the holder keep these for the next daemon. HoldError."""
+        roles = [FUSE] * len(fuse) + [WRITTEN] + [JOURNAL] * (journal is not None)
+        fds = [*fuse, written, *([] if journal is None else [journal])]
+        _ask(self.path, self._sock, {"op": "put", "state": state.hex(), "roles": roles}, fds)
+
+    def close(self) -> None:
+        self._sock.close()
+        if self.left is not None:
+            self.left.close()
+            self.left = None
+
+
+def connect(path: Path) -> socket.socket:
+    """A connection to the holder. HoldError: nobody listens there, or somebody who may not have this user's mounts."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    try:
+        sock = socket.socket(fileno=above(sock.detach()))
+        sock.settimeout(ANSWER_TIMEOUT_S)
+        sock.connect(os.fspath(path))
+        pid, uid = peer(sock)
+    except OSError as error:
+        sock.close()
+        raise HoldError(f"--hold {path}: {reason(error)}; kvfs hold {path} listens there") from error
+    if not trusted(uid):
+        sock.close()
+        raise HoldError(
+            f"--hold {path}: process {pid} of user {uid} listens there: a holder of root or user {os.geteuid()} "
+            "is expected"
+        )
+    return sock
+
+
+def claim(path: Path, pool: str, mountpoint: str, going: Callable[[int], bool]) -> Claim:
+    """Claim a mount. HoldError, also if another process has it, unless that one has ended within GOING_S. `going`:
+    whether the process with this number is about to end."""
+    until = time.monotonic() + GOING_S
+    while True:
+        sock = connect(path)
+        try:
+            words, fds = _ask(path, sock, {"op": "claim", "pool": pool, "mountpoint": mountpoint})
+            return Claim(path, sock, _left(path, words, fds))
+        except _RefusedError as error:
+            sock.close()
+            if time.monotonic() > until or error.pid is None or not going(error.pid):
+                raise HoldError(str(error)) from None
+            time.sleep(_AGAIN_S)
+        except BaseException:
+            sock.close()
+            raise
+
+
+class _RefusedError(HoldError):
+    """The holder's own error."""
+
+    pid: int | None = None
+
+
+def _ask(
+    path: Path, sock: socket.socket, words: dict[str, object], fds: Sequence[int] = ()
+) -> tuple[dict[str, object], list[int]]:
+    try:
+        send(sock, words, fds)
+        packet = receive(sock)
+    except HoldError as error:
+        raise HoldError(f"--hold {path}: {error}") from error
+    if packet is None:
+        raise HoldError(f"--hold {path}: the holder has ended")
+    answer, received = packet
+    if "error" in answer:
+        close_all(received)
+        refused = _RefusedError(f"--hold {path}: {printable(str(answer['error']))}")
+        pid = answer.get("pid")
+        refused.pid = pid if isinstance(pid, int) else None
+        raise refused
+    return answer, received
+
+
+def _left(path: Path, words: dict[str, object], fds: list[int]) -> Left | None:
+    try:
+        roles = roles_of(words, fds)
+        if not roles:
+            return None
+        by_role = {role: [fd for fd, each in zip(fds, roles, strict=True) if each == role] for role in roles}
+        idle_ms, pid = words.get("idle_ms"), words.get("last_pid")
+        journal = by_role.get(JOURNAL)
+        return Left(
+            state_of(words), by_role[FUSE], by_role[WRITTEN][0], journal[0] if journal else None,
+            idle_ms / 1000 if isinstance(idle_ms, int) else 0.0, pid if isinstance(pid, int) else 0,
+        )  # fmt: skip
+    except HoldError as error:
+        with suppress(OSError):
+            close_all(fds)
+        raise HoldError(f"--hold {path}: {error}") from error

@@ -1,0 +1,135 @@
+/* The inodes that are open for writing, in memory that outlives this process: a list in a memfd that another process keeps.
+ *
+ * A kernel that outlives the daemon has pages of such a file that were never sealed. The next daemon serves what was sealed before. So it reads the
+ * list: no handle of an earlier daemon reads such an inode on, and no open of one keeps the kernel's pages. An entry that a daemon finds stays as
+ * long as the list does, since the earlier handles may, too.
+ *
+ * A page with a header, then a place of 8 bytes for each inode: its number, or 0. Each is changed by one store. */
+#include "base/descriptor.h"
+#include "base/sealed_memory.h"
+#include "content/content.h"
+
+#include <unistd.h>
+
+#define WRITTEN_MAGIC 0x315f4e5454525756ull /* "VWRTTN_1" */
+#define WRITTEN_VERSION 1
+#define WRITTEN_PLACES 65536u
+#define WRITTEN_SIZE (KVFS_PAGE_SIZE + WRITTEN_PLACES * sizeof(uint64_t))
+
+struct written_header {
+    uint64_t magic;
+    uint32_t version, places;
+};
+struct written {
+    struct written_header *memory;
+    atomic_ullong *places;
+    atomic_uint next;  /* where the search for a free place begins */
+    uint64_t *earlier; /* of earlier daemons, ascending */
+    uint32_t earlier_count;
+};
+
+int kvfs_written_make(void) {
+    struct written_header header = {.magic = WRITTEN_MAGIC, .version = WRITTEN_VERSION, .places = WRITTEN_PLACES};
+    int fd = descriptor_above(memfd_create("kvfs-written", MFD_CLOEXEC | MFD_ALLOW_SEALING)), r = fd < 0 ? -errno : 0;
+    if (r == 0 && ftruncate(fd, WRITTEN_SIZE) < 0)
+        r = -errno;
+    if (r == 0 && pwrite(fd, &header, sizeof(header), 0) != sizeof(header))
+        r = -EIO;
+    if (r == 0 && fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) < 0)
+        r = -errno;
+    if (r < 0 && fd >= 0)
+        close(fd);
+    return r < 0 ? r : fd;
+}
+
+static int by_number(const void *a, const void *b) {
+    const uint64_t *x = a, *y = b;
+    return (*x > *y) - (*x < *y);
+}
+
+/* Those that are there already are of earlier daemons. */
+static int earlier_find(struct written *written) {
+    uint32_t count = 0;
+    for (uint32_t i = 0; i < WRITTEN_PLACES; i++)
+        count += atomic_load(&written->places[i]) != 0;
+    written->earlier = malloc((count + 1) * sizeof(*written->earlier));
+    if (!written->earlier)
+        return -ENOMEM;
+    for (uint32_t i = 0; i < WRITTEN_PLACES && written->earlier_count < count; i++) {
+        uint64_t inode = atomic_load(&written->places[i]);
+        if (inode)
+            written->earlier[written->earlier_count++] = inode;
+    }
+    qsort(written->earlier, written->earlier_count, sizeof(*written->earlier), by_number);
+    return 0;
+}
+
+int written_keep(struct kvfs_plane *plane, int fd) {
+    struct written_header header;
+    int64_t size = sealed_size(fd);
+    int r = size < 0 ? (int)size : size != WRITTEN_SIZE ? -EBADMSG : sealed_peek(fd, &header, sizeof(header));
+    assert(!plane->written);
+    if (r == 0 && (header.magic != WRITTEN_MAGIC || header.places != WRITTEN_PLACES))
+        r = -EBADMSG;
+    if (r == 0 && header.version != WRITTEN_VERSION)
+        r = -EPROTONOSUPPORT;
+    if (r < 0)
+        return r;
+    struct written *written = calloc(1, sizeof(*written));
+    if (!written)
+        return -ENOMEM;
+    void *memory = mmap(NULL, WRITTEN_SIZE, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    r = memory == MAP_FAILED ? -errno : 0;
+    if (r == 0) {
+        written->memory = memory;
+        written->places = (atomic_ullong *)(void *)((uint8_t *)memory + KVFS_PAGE_SIZE);
+        r = earlier_find(written);
+    }
+    if (r < 0) {
+        written_free(written);
+        return r;
+    }
+    plane->written = written;
+    return 0;
+}
+
+void written_free(struct written *written) {
+    if (!written)
+        return;
+    if (written->memory)
+        munmap(written->memory, WRITTEN_SIZE);
+    free(written->earlier);
+    free(written);
+}
+
+int written_add(struct kvfs_plane *plane, uint64_t inode, uint32_t *place) {
+    struct written *written = plane->written;
+    *place = 0;
+    if (!written)
+        return 0;
+    uint32_t from = atomic_fetch_add(&written->next, 1);
+    for (uint32_t i = 0; i < WRITTEN_PLACES; i++) {
+        uint32_t at = (from + i) % WRITTEN_PLACES;
+        unsigned long long none = 0;
+        if (atomic_load_explicit(&written->places[at], memory_order_relaxed) == 0 &&
+            atomic_compare_exchange_strong(&written->places[at], &none, inode)) {
+            *place = at + 1;
+            return 0;
+        }
+    }
+    return -ENFILE;
+}
+
+void written_remove(struct kvfs_plane *plane, uint64_t inode, uint32_t place) {
+    if (!place)
+        return;
+    assert(place <= WRITTEN_PLACES);
+    unsigned long long own = inode;
+    bool removed = atomic_compare_exchange_strong(&plane->written->places[place - 1], &own, 0);
+    assert(removed);
+}
+
+bool written_earlier(const struct kvfs_plane *plane, uint64_t inode) {
+    const struct written *written = plane->written;
+    return written && written->earlier_count && bsearch(&inode, written->earlier, written->earlier_count, sizeof(inode), by_number);
+}

@@ -1,0 +1,297 @@
+"""The words between a holder and daemons, and what a holder refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from kvfs.hold import claim as claims
+from kvfs.hold import holder as holders
+from kvfs.hold import words
+from kvfs.hold.holder import Held, Holder
+from kvfs.hold.words import FUSE, JOURNAL, WRITTEN, HoldError, receive, roles_of, send
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        ours.settimeout(5)
+        theirs.settimeout(5)
+        yield ours, theirs
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"{", "no JSON"),
+        (b"\xff\xfe", "no JSON"),
+        (b"[" * 9000, "no JSON"),
+        (b"[1]", "no JSON object"),
+        (b"{}", "protocol version None; this end speaks 1"),
+        (b'{"v": 2}', "protocol version 2"),
+        (b'{"v": "\\u001b"}', "version '.*x1b'"),
+        (b'{"v": 1, "a": "' + b"x" * words.SIZE_MAX + b'"}', f"more than {words.SIZE_MAX} bytes"),
+    ],
+)
+def test_a_packet_that_is_none_is_refused(ends: tuple[socket.socket, socket.socket], data: bytes, why: str) -> None:
+    ends[0].send(data)
+    with pytest.raises(HoldError, match=why):
+        receive(ends[1])
+
+
+def test_too_many_descriptors_are_refused_and_closed(ends: tuple[socket.socket, socket.socket]) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    socket.send_fds(ends[0], [b'{"v": 1}'], [0] * (words.FDS_MAX + 1))
+    with pytest.raises(HoldError, match=f"{words.FDS_MAX} descriptors"):
+        receive(ends[1])
+    assert len(os.listdir("/proc/self/fd")) == before
+    with pytest.raises(HoldError, match="33 descriptors"):
+        send(ends[0], {}, [0] * (words.FDS_MAX + 1))
+
+
+def test_descriptors_come_with_their_words_and_the_end_is_none(ends: tuple[socket.socket, socket.socket]) -> None:
+    with open(os.devnull, "rb") as file:
+        send(ends[0], {"op": "x"}, [file.fileno()])
+        packet = receive(ends[1])
+        assert packet is not None
+        found, fds = packet
+        assert found == {"v": 1, "op": "x"}
+        assert os.fstat(fds[0]).st_rdev == os.fstat(file.fileno()).st_rdev
+        words.close_all(fds)
+    ends[0].close()
+    assert receive(ends[1]) is None
+
+
+@pytest.fixture
+def kinds() -> Iterator[dict[str, int]]:
+    """A descriptor of each kind. Memory stands for both lists."""
+    try:
+        fuse = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        pytest.skip(f"needs /dev/fuse: {error}")
+    memory, null = os.memfd_create("test"), os.open(os.devnull, os.O_RDWR)
+    yield {"fuse": fuse, "memory": memory, "null": null}
+    words.close_all([fuse, memory, null])
+
+
+@pytest.mark.parametrize(
+    ("roles", "names", "why"),
+    [
+        ([FUSE, WRITTEN], ["fuse"], "for each of 1 descriptors"),
+        ([FUSE, "magic"], ["fuse", "memory"], "one of fuse, written, journal"),
+        ("fuse", ["fuse"], "roles"),
+        (None, ["fuse"], "roles"),
+        ([FUSE, {}], ["fuse", "memory"], "roles"),
+        ([FUSE], ["fuse"], "one list of written inodes"),
+        ([WRITTEN], ["memory"], "a mount has /dev/fuse"),
+        ([FUSE, WRITTEN, JOURNAL, JOURNAL], ["fuse", "memory", "memory", "memory"], "at most one journal"),
+        ([FUSE, WRITTEN], ["null", "memory"], "no /dev/fuse .*device 1:3"),
+        ([FUSE, WRITTEN], ["memory", "memory"], "no /dev/fuse"),
+        ([FUSE, WRITTEN], ["fuse", "fuse"], "no written .*device 10:229"),
+        ([FUSE, WRITTEN], ["fuse", "null"], "no written"),
+    ],
+)
+def test_descriptors_of_other_kinds_are_refused(
+    kinds: dict[str, int], roles: object, names: list[str], why: str
+) -> None:
+    with pytest.raises(HoldError, match=why):
+        roles_of({"roles": roles}, [kinds[name] for name in names])
+    assert roles_of({"roles": [FUSE, WRITTEN]}, [kinds["fuse"], kinds["memory"]]) == [FUSE, WRITTEN]
+    assert roles_of({"roles": []}, []) == []
+
+
+def test_descriptors_of_two_connections_are_refused(kinds: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    second = os.dup(kinds["fuse"])
+    monkeypatch.setattr(words, "connection_of", lambda fd: "40" if fd == second else "39")
+    with pytest.raises(HoldError, match=r"2 FUSE connections: .*39.*40"):
+        roles_of({"roles": [FUSE, FUSE, WRITTEN]}, [kinds["fuse"], second, kinds["memory"]])
+    os.close(second)
+
+
+# ---- the holder ----
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Played:
+    """A holder that takes its turns when it is asked something."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self.clock, self.path = Clock(), path
+        self.listener = holders.listen(path)
+        self.holder = Holder(self.listener, 60.0, self.clock)
+        self.peers: list[socket.socket] = []
+
+    def connect(self) -> socket.socket:
+        peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        peer.settimeout(5)
+        peer.connect(os.fspath(self.path))
+        self.peers.append(peer)
+        self.holder.turn(0)
+        return peer
+
+    def ask(self, peer: socket.socket, fds: tuple[int, ...] = (), **question: object) -> tuple[dict[str, object], int]:
+        send(peer, question, fds)
+        self.holder.turn(0)
+        packet = receive(peer)
+        assert packet is not None
+        words.close_all(packet[1])
+        return packet[0], len(packet[1])
+
+    def close(self) -> None:
+        for peer in self.peers:
+            peer.close()
+        self.holder.close()
+        self.listener.close()
+
+
+@pytest.fixture
+def played(tmp_path: pathlib.Path) -> Iterator[Played]:
+    made = Played(tmp_path / "hold.sock")
+    yield made
+    made.close()
+
+
+P = {"pool": "/p", "mountpoint": "/m"}
+
+
+def test_a_mount_goes_from_a_daemon_that_ended_to_the_next(
+    played: Played, kinds: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Held, "is_alive", lambda self: True)
+    first, fds = played.connect(), (kinds["fuse"], kinds["memory"])
+    assert played.ask(first, op="claim", **P) == ({"v": 1, "roles": [], "idle_ms": 0}, 0)
+    assert played.ask(first, fds, op="put", state="0102", roles=[FUSE, WRITTEN]) == ({"v": 1}, 0)
+    second = played.connect()
+    answer, _ = played.ask(second, op="claim", **P)
+    assert answer == {
+        "v": 1,
+        "error": f"process {os.getpid()} serves /m of pool /p: it must end first",
+        "pid": os.getpid(),
+    }
+    listed, _ = played.ask(second, op="list")
+    assert listed["mounts"] == [{**P, "descriptors": 2, "pid": os.getpid()}]
+    first.close()
+    played.holder.turn(0)
+    played.clock.now += 1.5
+    answer, count = played.ask(second, op="claim", **P)
+    assert (answer["state"], answer["roles"], answer["idle_ms"], count) == ("0102", [FUSE, WRITTEN], 1500, 2)
+    assert not played.holder._is_done()
+
+
+def test_a_mount_that_is_gone_or_that_nobody_serves_is_let_go(
+    played: Played, kinds: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive = True
+    monkeypatch.setattr(Held, "is_alive", lambda self: alive)
+    fds = (kinds["fuse"], kinds["memory"])
+    for waits in (True, False):
+        peer = played.connect()
+        assert played.ask(peer, op="claim", **P)[0]["roles"] == []
+        played.ask(peer, fds, op="put", state="00", roles=[FUSE, WRITTEN])
+        if waits:
+            peer.close()
+            played.holder.turn(0)
+            played.clock.now += 59
+            played.holder.turn(0)
+            assert not played.holder._is_done()
+            played.clock.now += 2
+        else:
+            alive = False
+            peer.close()
+        played.holder.turn(0)
+        assert played.holder._is_done()
+
+
+@pytest.mark.parametrize(
+    ("question", "why"),
+    [
+        ({"op": "put", "state": "00", "roles": []}, "not known, or comes at the wrong time"),
+        ({"op": "claim", "pool": "", "mountpoint": "/m"}, "pool: a text of 1 to 4096"),
+        ({"op": "claim", "pool": "/p"}, "mountpoint: a text"),
+        ({"op": "claim", "pool": 7, "mountpoint": "/m"}, "pool: a text"),
+        ({"op": "steal"}, "'steal' is not known"),
+        ({}, "None is not known"),
+    ],
+)
+def test_a_question_that_makes_no_sense_ends_the_connection(
+    played: Played, question: dict[str, object], why: str
+) -> None:
+    peer = played.connect()
+    answer, _ = played.ask(peer, **question)
+    assert why in str(answer["error"])
+    assert receive(peer) is None
+
+
+def test_a_put_that_makes_no_sense_leaves_what_was_there(
+    played: Played, kinds: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Held, "is_alive", lambda self: True)
+    peer = played.connect()
+    played.ask(peer, op="claim", **P)
+    played.ask(peer, (kinds["fuse"], kinds["memory"]), op="put", state="07", roles=[FUSE, WRITTEN])
+    answer, _ = played.ask(peer, (kinds["null"], kinds["memory"]), op="put", state="08", roles=[FUSE, WRITTEN])
+    assert "no /dev/fuse" in str(answer["error"])
+    answer, count = played.ask(played.connect(), op="claim", **P)
+    assert (answer["state"], count) == ("07", 2)
+
+
+def test_one_who_says_nothing_is_hung_up_on(played: Played) -> None:
+    peer = played.connect()
+    played.clock.now += holders.SILENT_S + 1
+    played.holder.turn(0)
+    assert receive(peer) is None
+
+
+def test_strangers_are_refused(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holders, "peer", lambda _: (7, 12345))
+    assert receive(played.connect()) is None
+
+
+def test_a_socket_that_a_stranger_listens_on_is_refused(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(os.fspath(path))
+        listener.listen()
+        monkeypatch.setattr(claims, "peer", lambda _: (7, 12345))
+        with pytest.raises(
+            HoldError, match=f"process 7 of user 12345 listens there: a holder of root or user {os.geteuid()}"
+        ):
+            claims.connect(path)
+
+
+def test_a_socket_has_one_holder_and_is_its_users_alone(tmp_path: pathlib.Path) -> None:
+    path, file = tmp_path / "a.sock", tmp_path / "file"
+    file.write_text("")
+    with holders.listen(path):
+        assert path.stat().st_mode & 0o777 == 0o600
+        with pytest.raises(HoldError, match="another process listens there"):
+            holders.listen(path)
+    with holders.listen(path):  # one that ended without a word
+        pass
+    with pytest.raises(HoldError, match="a file that is no socket is there"):
+        holders.listen(file)
+    assert file.exists()
+    with pytest.raises(HoldError, match="No such file"):
+        holders.listen(tmp_path / "none" / "a.sock")
+
+
+def test_an_answer_with_other_descriptors_is_refused(kinds: dict[str, int]) -> None:
+    found = json.loads(json.dumps({"roles": [FUSE, WRITTEN], "state": "00"}))
+    with pytest.raises(HoldError, match="--hold /s: a descriptor that is no /dev/fuse"):
+        claims._left(pathlib.Path("/s"), found, [os.dup(kinds["null"]), os.dup(kinds["memory"])])
+    with pytest.raises(HoldError, match="--hold /s: state: a text"):
+        claims._left(pathlib.Path("/s"), {"roles": [FUSE, WRITTEN]}, [os.dup(kinds["fuse"]), os.dup(kinds["memory"])])
