@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -99,15 +100,23 @@ def _again_if_lost(
     """For sys.unraisablehook. Python drops what is raised in a finalizer or a weak reference's callback, such as an
     import has. A signal that came in one comes again, a moment later, as what is raised here is dropped, too."""
 
+    inside = False
+
     def hook(lost: UnraisableHookArgs) -> None:
+        nonlocal inside
         if not issubclass(lost.exc_type, KeyboardInterrupt):
             before(lost)
             return
-        timer = threading.Timer(_AGAIN_S, again)
-        timer.daemon = True
-        timer.start()
+        inside = True
+        try:
+            threading.Thread(target=again, daemon=True).start()
+        finally:
+            inside = False
 
     def again() -> None:
+        time.sleep(_AGAIN_S)
+        while inside:  # a start may take long on a busy machine
+            time.sleep(_AGAIN_S)
         main = threading.main_thread().ident
         if main is not None and sys.unraisablehook is hook:  # the command has not ended meanwhile
             signal.pthread_kill(main, signals.forget())

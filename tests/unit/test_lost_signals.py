@@ -43,5 +43,18 @@ with signals.handled() as heard:
 def test_one_that_comes_where_python_drops_what_is_raised_comes_again(number: signal.Signals, parent: str) -> None:
     words = ["env", parent, sys.executable, "-c", LOST, str(int(number))]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=REPOSITORY, check=False)
+    check(ended, number)
+
+
+def test_one_that_comes_again_waits_until_python_would_not_drop_it_once_more() -> None:
+    """A machine may be so busy that the start of a thread takes longer than the pause before the signal."""
+    slow = "import threading, time\nstart = threading.Thread.start\n"
+    slow += "threading.Thread.start = lambda thread: (start(thread), [time.sleep(0.01) for _ in range(50)])\n"
+    words = [sys.executable, "-c", slow + LOST, str(int(signal.SIGTERM))]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=REPOSITORY, check=False)
+    check(ended, signal.SIGTERM)
+
+
+def check(ended: subprocess.CompletedProcess[str], number: signal.Signals) -> None:
     told = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
     assert (ended.stderr, ended.returncode) == (f"{told}\n", 1)
