@@ -17,7 +17,7 @@ from kvfs.cli.arguments import Verbs
 from kvfs.cli.output import emit, emit_line, note
 from kvfs.cli.progress import Progress
 from kvfs.errors import KvfsError, UsageError, printable
-from kvfs.frontend.asking import daemon_pid, stopped
+from kvfs.frontend.asking import stopped
 from kvfs.frontend.holders import Holder, describe, holders, is_stopped
 from kvfs.status import numbers
 from kvfs.units import counted, size_text
@@ -328,6 +328,7 @@ def add_umount(verbs: Verbs) -> None:
 def _umount(args: argparse.Namespace) -> int:
     from kvfs.frontend import mount
     from kvfs.frontend.asking import not_yours
+    from kvfs.pool.lock import LOCK_NAME
 
     present = mount.find_mount(args.target)
     if present is None or not present.is_kvfs:
@@ -357,7 +358,10 @@ def _umount(args: argparse.Namespace) -> int:
         raise
     # Of a daemon that is dead nobody can keep anything.
     kept = holders(present.device, present.source) if watch is not None and not watch.wait(0) else []
-    clean = not exports and not kept
+    if watch is not None and not watch.pid and not kept and not exports:
+        kept = _kept_by_daemon(pool)
+    # Where only the mount is seen, as in an engine's container, the daemon's end is not.
+    clean = not exports and not kept and os.path.lexists(pool / LOCK_NAME)
     here, ends = f"{present.mountpoint}: unmounted", f"kvfs umount {pool} ends that"
     if exports:
         note(f"{here}; the pool is still exported ({', '.join(exports)}): {ends}")
@@ -379,7 +383,19 @@ def _kept_by_waiting(mountpoint: str, pid: int) -> KvfsError:
 
 
 def _held_by(kept: Sequence[Holder]) -> list[dict[str, object]]:
-    return [{"mountpoint": holder.mountpoint, "pid": holder.pid, "program": holder.program} for holder in kept]
+    return [{"mountpoint": holder.mountpoint, "pid": holder.pid or None, "program": holder.program} for holder in kept]
+
+
+def _kept_by_daemon(pool: Path) -> list[Holder]:
+    """A daemon in a pid namespace that we do not see has its mount still, if an unmount here did not reach it."""
+    from kvfs.frontend.asking import ControlClient
+
+    try:
+        with ControlClient(pool, timeout_s=UMOUNT_STATUS_TIMEOUT_S) as client:
+            document = cast(numbers.Json, client.call("status"))
+    except KvfsError:  # it ends
+        return []
+    return [Holder(str(item.get("mountpoint")), 0) for item in numbers.items(document, "mounts")]
 
 
 def _refuse_strangers(present: Mount) -> None:
@@ -409,13 +425,17 @@ def _end_pool(args: argparse.Namespace, pool: Path) -> int:
     kept = [] if device is None else holders(device, str(pool))
     if kept and not args.lazy:
         note(f"{pool}: also mounted: {describe(kept)}: it ends there too, files that are open get 10 s")
-    if exports or not mountpoints or (kept and not args.lazy):
+    # What was unmounted here may be mounted elsewhere, and seen by nobody here. With --lazy files stay open.
+    if exports or not (args.lazy and mountpoints):
         try:
-            with ControlClient(pool) as client:
+            with ControlClient(pool, timeout_s=UMOUNT_STATUS_TIMEOUT_S if mountpoints else None) as client:
                 client.call("stop")
         except NotRunningError:
-            if not mountpoints and not exports:
+            if not mountpoints and not exports and watch is None:
                 raise mount.MountError(f"{args.target}: not mounted") from None
+        except KvfsError:
+            if not mountpoints:
+                raise  # else it ends already, and its end is waited for
     clean = True
     if watch is not None and not args.lazy:
         clean = _wait_for_end(watch, args.target)
@@ -437,18 +457,47 @@ def _serving(pool: Path) -> tuple[list[str], str | None]:
     return exports, device if isinstance(device, str) else None
 
 
-def _watch_daemon(pool: Path) -> ProcessWatch | None:
-    """The daemon of a pool, held by a pidfd from before the unmount; None if there is none."""
+class _LockWatch:
+    """Waits until a pool's lock is free: its holder is in a pid namespace that we do not see."""
+
+    pid = 0
+
+    def __init__(self, pool: Path) -> None:
+        self._pool = pool
+
+    def wait(self, timeout_s: float) -> bool:
+        from kvfs.pool.lock import is_locked
+
+        until = time.monotonic() + timeout_s
+        while is_locked(self._pool):
+            left_s = until - time.monotonic()
+            if left_s <= 0:
+                return False
+            time.sleep(min(0.1, left_s))
+        return True
+
+
+def _watch_daemon(pool: Path) -> ProcessWatch | _LockWatch | None:
+    """The daemon of a pool, from before the unmount; None if there is none. By whoever listens at its control socket,
+    whatever its pid namespace; by the pool's lock where it listens no more, or an old kernel shows no process."""
+    from kvfs.frontend.asking import ControlClient
     from kvfs.frontend.mount import ProcessWatch
+    from kvfs.pool import lock, owner
 
-    pid = daemon_pid(pool)
-    try:
-        return None if pid is None else ProcessWatch(pid)
-    except (OSError, OverflowError):
-        return None
+    with suppress(KvfsError), ControlClient(pool, timeout_s=UMOUNT_STATUS_TIMEOUT_S) as client:
+        descriptor = client.peer_descriptor()
+        return _LockWatch(pool) if descriptor is None else ProcessWatch(client.peer_pid(), descriptor)
+    with suppress(KvfsError, OSError, OverflowError):
+        holder = lock.lock_holder(pool)
+        if holder is None or not owner.serves(holder):
+            return None
+        if owner.life(holder, owner.this_process()) is owner.Life.UNKNOWN:
+            return _LockWatch(pool)
+        return ProcessWatch(holder.pid)
+    return None
 
 
-def _wait_for_end(watch: ProcessWatch, mountpoint: str) -> bool:
+def _wait_for_end(watch: ProcessWatch | _LockWatch, mountpoint: str) -> bool:
     from kvfs.errors import DeadlineError
 
     started = time.monotonic()

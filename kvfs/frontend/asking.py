@@ -16,12 +16,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
-from kvfs.errors import DeadlineError, KvfsError, PoolError
+from kvfs.errors import DeadlineError, KvfsError
 from kvfs.frontend.holders import is_stopped
-from kvfs.pool.directory import open_own
 
 SOCKET_NAME = "control.sock"
 PID_NAME = "kvfs.pid"
+_SO_PEERPIDFD = 77  # since Linux 6.5
 # A daemon says something at least once a second, also while a command takes long.
 TIMEOUT_S = 15.0
 
@@ -58,15 +58,6 @@ def not_yours(pool: Path) -> NotAllowedError:
     except OSError:
         owner = "its owner"
     return NotAllowedError(f"{pool}: user {os.geteuid()} may not ask its daemon: only root and {owner} may")
-
-
-def daemon_pid(pool: Path) -> int | None:
-    """The process id in the pool's pid file; None if there is none that can be read."""
-    try:
-        with open(open_own(pool / PID_NAME, os.O_RDONLY, 0)) as file:
-            return int(file.read(32))
-    except (PoolError, OSError, ValueError):
-        return None
 
 
 def stopped(pid: int) -> str:
@@ -116,7 +107,7 @@ class ControlClient:
                     continue
                 break
         except TimeoutError as error:
-            pid = self._peer_pid()
+            pid = self.peer_pid()
             why = f"the daemon gave no answer to {command!r} for {self._socket.gettimeout():g} s"
             raise DeadlineError(f"{self._pool}: {stopped(pid) if is_stopped(pid) else why}") from error
         except (OSError, ValueError) as error:
@@ -128,10 +119,21 @@ class ControlClient:
             raise failure
         return cast(object, document.get("result"))
 
-    def _peer_pid(self) -> int:
+    def peer_pid(self) -> int:
         """Of who listens (SO_PEERCRED, unix(7)); 0 if it is none of our pid namespace. The pid file may be an earlier
-        daemon's."""
+        daemon's, and has the number that the daemon has in its own namespace."""
         return cast(int, struct.unpack("3i", self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
+
+    def peer_descriptor(self) -> int | None:
+        """A pidfd of who listens, whatever its pid namespace; it is the caller's. None where the kernel has none."""
+        try:
+            return cast(int, struct.unpack("i", self._socket.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4))[0])
+        except OSError:
+            pid = self.peer_pid()
+            try:
+                return os.pidfd_open(pid) if pid else None
+            except OSError:
+                return None
 
     def _line(self) -> bytes:
         while b"\n" not in self._pending:

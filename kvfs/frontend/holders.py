@@ -20,7 +20,8 @@ _NAMED = 3
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A place where a filesystem is mounted. pid: of the first process in that mount namespace; None in our own."""
+    """A place where a filesystem is mounted. pid: of the first process in that mount namespace; None in our own, 0 if
+    its pid namespace is none that we see."""
 
     mountpoint: str
     pid: int | None = None
@@ -29,6 +30,8 @@ class Holder:
     def __str__(self) -> str:
         if self.pid is None:
             return self.mountpoint
+        if self.pid == 0:
+            return f"the daemon's own mount namespace, at {self.mountpoint}"
         return f"pid {self.pid} ({self.program}) in another mount namespace, at {self.mountpoint}"
 
 

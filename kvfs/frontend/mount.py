@@ -402,12 +402,13 @@ def _has_let_go(pid: int) -> bool:
 class ProcessWatch:
     """Waits for the end of a process that is no child. Holds a pidfd, so a reused number cannot mislead it."""
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid: int, descriptor: int | None = None) -> None:
+        """pid: 0 if it is none of our pid namespace. descriptor: a pidfd, which is the watch's from now on."""
         self.pid = pid
-        try:
-            self._fd: int | None = os.pidfd_open(pid)
-        except ProcessLookupError:
-            self._fd = None
+        self._fd = descriptor
+        if descriptor is None:
+            with suppress(ProcessLookupError):
+                self._fd = os.pidfd_open(pid)
 
     def wait(self, timeout_s: float) -> bool:
         """True once it has ended, but for threads that hold nothing of it."""

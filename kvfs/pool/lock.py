@@ -54,6 +54,17 @@ def is_locked(pool: Path) -> bool:
     return False
 
 
+def lock_holder(pool: Path) -> Beat | None:
+    """Who has the pool's lock, by its text, in numbers of its own pid namespace. None: nobody, or it names nobody."""
+    if not is_locked(pool):
+        return None
+    fd = open_own(pool / LOCK_NAME, os.O_RDONLY, 0)
+    try:
+        return _lock_holder(fd, pool)
+    finally:
+        os.close(fd)
+
+
 @dataclass(frozen=True, slots=True)
 class PoolLock:
     """The lock of a pool's directory, which this process holds. Its text names the process."""

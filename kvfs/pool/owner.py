@@ -141,13 +141,17 @@ def life(beat: Beat, here: Beat) -> Life:
     return process_life(beat.pid, beat.started)
 
 
+def serves(beat: Beat) -> bool:
+    """Whether it is a daemon's, not a command's that looks at the pool for a moment."""
+    return beat.use.startswith(("mounted", "exported"))
+
+
 def describe(beat: Beat, here: Beat) -> str:
     """The owner, and the command that ends it, as a phrase."""
     host, pool, use = (printable(text) for text in (beat.host, beat.pool, beat.use))
     local = beat.boot == here.boot
     where = "" if local else f" on {host or 'another machine'}"
-    served = beat.use.startswith(("mounted", "exported"))
-    command = f"kvfs umount {pool} ends it" if served else "it ends by itself"
+    command = f"kvfs umount {pool} ends it" if serves(beat) else "it ends by itself"
     if not local:
         command = f"on {host}, {command}; kvfs mount --force takes the pool from it"
     node = f"slot {beat.slot}, " if beat.node != NO_NODE else ""

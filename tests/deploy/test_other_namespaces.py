@@ -1,0 +1,108 @@
+"""`kvfs umount` where the daemon is in another pid namespace, with its mount seen here or not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from typing import Any
+
+import pytest
+from boxes import Box, box, inside, is_mounted, kvfs
+from helpers import Pool, assert_same, content, read_file, run, slowness, write_file
+
+DATA = content(3 << 20, "box")
+
+
+def umount(target: object, *prefix: str, **arguments: Any) -> tuple[dict[str, Any], str]:
+    """The document and the messages of a `kvfs umount` that must not take as long as its own patience."""
+    began = time.monotonic()
+    done = run(*prefix, *kvfs("umount", str(target), "-o", "json"), timeout_s=60, **arguments)
+    assert time.monotonic() - began < 30 * slowness()
+    return json.loads(done.stdout), done.stderr
+
+
+def remount_and_check(pool: Pool) -> None:
+    pool.start()
+    assert_same(read_file(pool.mount / "file"), DATA, "what was stored before")
+    assert "was not unmounted" not in pool.log_tail()
+    pool.umount()
+
+
+@pytest.mark.parametrize("target", ["mount", "path"])
+def test_an_unmount_from_outside_waits_for_the_daemon_of_a_container(unmounted: Pool, target: str) -> None:
+    pool = unmounted
+    with box(pool, propagation="unchanged") as boxed:
+        write_file(pool.mount / "file", DATA)
+        assert pool.pid() == 1, "its number in its own namespace, which is another process's here"
+        document, _ = umount(getattr(pool, target))
+        assert document["clean"] is True
+        assert boxed.process.wait(5 * slowness()) == 0 and not is_mounted(pool)
+    remount_and_check(pool)
+
+
+def private_box(pool: Pool) -> Any:
+    return box(pool, propagation="private")
+
+
+def store_inside(boxed: Box) -> None:
+    words = ["nsenter", "--target", str(boxed.pid), "--mount", "dd", f"of={boxed.pool.mount}/file", "bs=1M"]
+    subprocess.run(words, input=DATA, check=True, capture_output=True, timeout=60 * slowness())
+
+
+@pytest.mark.parametrize("outside", [(), inside()], ids=["host", "other container"])
+def test_a_pool_whose_mount_is_seen_in_its_container_alone_is_unmounted(unmounted: Pool, outside: list[str]) -> None:
+    pool = unmounted
+    with private_box(pool) as boxed:
+        store_inside(boxed)
+        assert not is_mounted(pool)
+        document, _ = umount(pool.path, *outside)
+        assert document["clean"] is True and document["mountpoints"] == []
+        assert boxed.process.wait(5 * slowness()) == 0
+    remount_and_check(pool)
+
+
+OLD_KERNEL = """
+import sys
+from kvfs.frontend import asking
+asking._SO_PEERPIDFD = 999
+from kvfs.__main__ import main
+sys.exit(main())
+"""
+
+
+def test_a_kernel_that_shows_no_process_of_another_namespace_shows_the_pools_lock(unmounted: Pool) -> None:
+    pool = unmounted
+    with private_box(pool) as boxed:
+        store_inside(boxed)
+        words = kvfs("umount", pool.path, "-o", "json")
+        done = run(*inside(words[0], "-c", OLD_KERNEL, *words[3:]), timeout_s=60)
+        assert json.loads(done.stdout)["clean"] is True
+        assert boxed.ended() == 0
+    remount_and_check(pool)
+
+
+def test_an_unmount_in_a_container_that_does_not_reach_the_daemon_says_so(unmounted: Pool) -> None:
+    """Another container has a copy of the mount, and does not see the daemon's process."""
+    pool = unmounted
+    with box(pool, propagation="unchanged") as boxed:
+        document, said = umount(pool.mount, *inside(propagation="private"))
+        assert document["clean"] is False
+        assert document["held_by"] == [{"mountpoint": str(pool.mount), "pid": None, "program": ""}]
+        assert f"still mounted: the daemon's own mount namespace, at {pool.mount}" in said
+        write_file(pool.mount / "file", DATA)
+        umount(pool.path)
+        assert boxed.ended() == 0
+    remount_and_check(pool)
+
+
+def test_an_unmount_where_only_the_mount_is_seen_does_not_say_that_the_pool_is_clean(unmounted: Pool) -> None:
+    pool = unmounted
+    hidden = ["bash", "-c", 'mount -t tmpfs none "$0" && exec "$@"', str(pool.path)]
+    with box(pool, propagation="unchanged"):
+        document, _ = umount(pool.mount, *inside(*hidden, propagation="private"))
+        assert document["clean"] is False
+        assert is_mounted(pool)
+        umount(pool.path)
+    pool.start()
+    pool.umount()
