@@ -425,7 +425,7 @@ def _end_pool(args: argparse.Namespace, pool: Path) -> int:
     kept = [] if device is None else holders(device, str(pool))
     if kept and not args.lazy:
         note(f"{pool}: also mounted: {describe(kept)}: it ends there too, files that are open get 10 s")
-    # What was unmounted here may be mounted elsewhere, and seen by nobody here. With --lazy files stay open.
+    # It may be mounted elsewhere, where nobody here can look. With --lazy files stay open.
     if exports or not (args.lazy and mountpoints):
         try:
             with ControlClient(pool, timeout_s=UMOUNT_STATUS_TIMEOUT_S if mountpoints else None) as client:
@@ -478,8 +478,8 @@ class _LockWatch:
 
 
 def _watch_daemon(pool: Path) -> ProcessWatch | _LockWatch | None:
-    """The daemon of a pool, from before the unmount; None if there is none. By whoever listens at its control socket,
-    whatever its pid namespace; by the pool's lock where it listens no more, or an old kernel shows no process."""
+    """The daemon of a pool, from before the unmount; None if there is none. It listens at the control socket, whatever
+    its pid namespace. The pool's lock tells of one that listens no more, or that an old kernel does not show."""
     from kvfs.frontend.asking import ControlClient
     from kvfs.frontend.mount import ProcessWatch
     from kvfs.pool import lock, owner

@@ -125,7 +125,7 @@ class ControlClient:
         return cast(int, struct.unpack("3i", self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
 
     def peer_descriptor(self) -> int | None:
-        """A pidfd of who listens, whatever its pid namespace; it is the caller's. None where the kernel has none."""
+        """A pidfd of who listens, whatever its pid namespace; it is the caller's. An old kernel may have none: None."""
         try:
             return cast(int, struct.unpack("i", self._socket.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4))[0])
         except OSError:

@@ -87,12 +87,12 @@ class Heart:
     @classmethod
     def take(
         cls, opened: OpenPool, *, use: str, known: int = 0, next_epoch: bool = False, force: bool = False,
-        tell: Tell | None = None, clock: owner.Clock = owner.REAL,
+        tell: Tell | None = None, clock: owner.Clock = owner.REAL, dead: Beat | None = None,
     ) -> Heart:  # fmt: skip
         """Own the devices that are there. Nobody else does when this returns, and this process's beat stands on them.
 
         `known`: the last epoch that the index knows. `next_epoch`: raise the epoch, for a mount; else the last one
-        stays. `force`: push an owner aside that still beats. InUseError.
+        stays. `force`: push an owner aside that still beats. `dead`: of owner.Watch. InUseError.
         """
         here = replace(
             owner.this_process(pool=str(opened.path), use=use), slot=opened.slot, node=opened.node
@@ -101,7 +101,7 @@ class Heart:
         beats = heart._read()
         heart._check_slot(beats)
         try:
-            for beat in owner.wait_free(heart._read, here, heart._claims(), tell, clock):
+            for beat in owner.wait_free(heart._read, here, heart._claims(), tell, clock, dead):
                 who = f"pid {beat.pid} on {printable(beat.host)}"
                 opened.notes.append(f"the beat of {who} did not move for {owner.watch_s(beat):.0f} s: taken over")
         except InUseError as error:

@@ -55,7 +55,7 @@ def is_locked(pool: Path) -> bool:
 
 
 def lock_holder(pool: Path) -> Beat | None:
-    """Who has the pool's lock, by its text, in numbers of its own pid namespace. None: nobody, or it names nobody."""
+    """The holder of the pool's lock, by its text, in numbers of its own pid namespace; None if nobody has it."""
     if not is_locked(pool):
         return None
     fd = open_own(pool / LOCK_NAME, os.O_RDONLY, 0)
@@ -67,17 +67,22 @@ def lock_holder(pool: Path) -> Beat | None:
 
 @dataclass(frozen=True, slots=True)
 class PoolLock:
-    """The lock of a pool's directory, which this process holds. Its text names the process."""
+    """The lock of a pool's directory, which this process holds. Its text names the process.
+
+    left: the process that had this very lock before, in this boot, and ended without giving it up. It is dead, even if
+    its pid namespace is none that we see.
+    """
 
     fd: int
     holder: Beat
+    left: Beat | None = None
 
     def describe(self, *, ending: bool = False) -> None:
         """Write the text for others. On a full disk the lock holds without it."""
         beat = self.holder
         text = json.dumps({
             "pid": beat.pid, "started": beat.started, "namespace": beat.namespace, "boot": beat.boot.hex(),
-            "host": beat.host, "use": beat.use, "ending": ending,
+            "host": beat.host, "use": beat.use, "ending": ending, "file": _identity(self.fd),
         })  # fmt: skip
         with suppress(OSError):
             os.ftruncate(self.fd, 0)
@@ -95,6 +100,21 @@ def _lock_holder(fd: int, pool: Path) -> Beat | None:
         )  # fmt: skip
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def _identity(fd: int) -> list[int]:
+    """A copy of a pool's directory has the text too, and not these numbers."""
+    status = os.fstat(fd)
+    return [status.st_dev, status.st_ino]
+
+
+def _left(fd: int, pool: Path, here: Beat) -> Beat | None:
+    """The process that wrote the text of a lock that is ours now. Another file, or another boot, proves nothing: its
+    machine may not see the lock."""
+    left = _lock_holder(fd, pool)
+    if left is None or left.boot != here.boot or left.boot == bytes(16):
+        return None
+    return left if json.loads(os.pread(fd, _LOCK_TEXT_MAX, 0)).get("file") == _identity(fd) else None
 
 
 @contextmanager
@@ -120,7 +140,7 @@ def pool_lock(
         if found is not None:
             who = owner.describe(found, here) if found.owner.int else "in use by another kvfs"
             raise InUseError(f"{pool}: {who}")
-        lock = PoolLock(fd, here)
+        lock = PoolLock(fd, here, _left(fd, pool, here))
         lock.describe()
         try:
             yield lock

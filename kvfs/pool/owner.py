@@ -161,9 +161,10 @@ def describe(beat: Beat, here: Beat) -> str:
 class Watch:
     """Decides from repeated reads of beats whether devices are free. Pure: the caller reads and gives the time."""
 
-    def __init__(self, here: Beat, claimed: Mapping[int, bool], now: float) -> None:
-        """`claimed`: devices of which this process has the machine's only claim."""
-        self._here, self._claimed, self._began = here, claimed, now
+    def __init__(self, here: Beat, claimed: Mapping[int, bool], now: float, dead: Beat | None = None) -> None:
+        """`claimed`: devices of which this process has the machine's only claim. `dead`: a process of this boot that is
+        known to be dead, though its pid namespace may be none that we see."""
+        self._here, self._claimed, self._began, self._dead = here, claimed, now, dead
         self._seen: dict[int, tuple[Beat, float]] = {}
         # Beats of other machines that stood still.
         self.given_up: dict[uuids.UUID, Beat] = {}
@@ -176,7 +177,7 @@ class Watch:
                 self._seen.pop(index, None)
                 continue
             state = life(beat, self._here)
-            if state == Life.GONE:
+            if state == Life.GONE or (state == Life.UNKNOWN and self._is_dead(beat)):
                 continue
             first, since = self._seen.setdefault(index, (beat, now))
             ending = state == Life.GOING or bool(beat.flags & BEAT_ENDING)
@@ -197,6 +198,14 @@ class Watch:
             waits_for = beat
         return waits_for
 
+    def _is_dead(self, beat: Beat) -> bool:
+        dead = self._dead
+        return dead is not None and dead.boot == self._here.boot and _process(beat) == _process(dead)
+
+
+def _process(beat: Beat) -> tuple[object, ...]:
+    return beat.boot, beat.namespace, beat.pid, beat.started, beat.host
+
 
 def watch_s(beat: Beat) -> float:
     """The time that a beat must stand still to be nobody's."""
@@ -209,12 +218,12 @@ def in_use(beat: Beat, here: Beat) -> InUseError:
 
 def wait_free(
     read: Callable[[], Mapping[int, Beat | None]], here: Beat, claimed: Mapping[int, bool],
-    tell: Callable[[str], None] | None = None, clock: Clock = REAL,
+    tell: Callable[[str], None] | None = None, clock: Clock = REAL, dead: Beat | None = None,
 ) -> Iterable[Beat]:  # fmt: skip
     """Read until the devices are free; returns beats of other machines that stood still. InUseError if somebody uses
     them."""
     began = clock.now()
-    watch, told = Watch(here, claimed, began), False
+    watch, told = Watch(here, claimed, began, dead), False
     while (beat := watch.look(read(), clock.now())) is not None:
         if tell is not None and not told and clock.now() - began >= _QUIET_S:
             told = True

@@ -150,7 +150,7 @@ class Store:
                                   f"{opened.epoch}: other devices?")  # fmt: skip
             opened.leave_stale(known)
             heart = Heart.take(opened, use=options.use, known=known, next_epoch=True, force=options.take_over,
-                               tell=options.on_wait)  # fmt: skip
+                               tell=options.on_wait, dead=lock.left)  # fmt: skip
             stack.callback(heart.stop)
             epoch = heart.me.epoch
             # The data plane is made before anything but beats is written: it finds what this machine lacks.

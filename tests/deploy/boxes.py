@@ -73,7 +73,7 @@ def box(pool: Pool, *extra: str, propagation: str = "private", prefix: Sequence[
         wait_until(made.answers, "the mount in the box")
         yield made
     finally:
-        process.kill()  # what is in the namespaces goes with it
+        process.kill()  # and with it all in its namespaces
         process.wait()
 
 

@@ -106,3 +106,20 @@ def test_an_unmount_where_only_the_mount_is_seen_does_not_say_that_the_pool_is_c
         umount(pool.path)
     pool.start()
     pool.umount()
+
+
+def test_a_daemon_that_was_killed_with_its_container_is_not_watched(unmounted: Pool) -> None:
+    """Neither by a daemon of the host, nor by the next one in a container."""
+    pool = unmounted
+    with box(pool, propagation="unchanged") as boxed:
+        write_file(pool.mount / "file", DATA)
+        run("sync", "--file-system", pool.mount)
+        boxed.kill()
+    with box(pool, propagation="unchanged") as boxed:
+        assert_same(read_file(pool.mount / "file"), DATA, "after a kill")
+        assert "watching for" not in boxed.log.read_text() and "taken over" not in boxed.log.read_text()
+        boxed.kill()
+    said = run(*kvfs("mount", pool.path, pool.mount)).stderr
+    assert "watching for" not in said and "taken over" not in pool.log_tail()
+    assert_same(read_file(pool.mount / "file"), DATA, "after another kill")
+    pool.umount()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import struct
 import subprocess
@@ -24,7 +25,7 @@ from kvfs.pool.devices import Device
 from kvfs.pool.format import BEAT_ENDING, BEAT_OFFSET, Beat, pack_beat, unpack_beat
 from kvfs.pool.heart import Heart
 from kvfs.pool.labels import read_beat
-from kvfs.pool.lock import locked
+from kvfs.pool.lock import PoolLock, locked
 from kvfs.pool.opening import OpenPool, open_device, open_pool
 from kvfs.types import PAGE_SIZE
 
@@ -217,6 +218,60 @@ def test_a_pools_lock_says_who_has_it_and_what_to_do(tmp_path: Path) -> None:
         ):
             pass
     assert (pool / "lock").read_bytes() == b""
+
+
+# A process of a container that ran here: its pid namespace is none that we see.
+BOXED = replace(HERE, owner=uuid.UUID(int=98), pid=1, started=5, namespace=HERE.namespace + 1, host="box")
+
+
+def test_a_dead_process_of_another_pid_namespace_delays_nobody_if_it_had_the_lock() -> None:
+    for dead, waits_s in (
+        (None, 5),
+        (BOXED, 0),
+        (replace(BOXED, started=6), 5),
+        (replace(BOXED, pid=2), 5),
+        (replace(BOXED, namespace=3), 5),
+        (replace(BOXED, host="other"), 5),
+    ):
+        time = Time()
+        began = time.now
+        list(owner.wait_free(lambda: {0: BOXED}, HERE, {0: True}, None, time.clock, dead))
+        assert waits_s <= time.now - began < waits_s + 1, dead
+    # One of another boot is another machine's, which this machine's locks may say nothing of.
+    time = Time()
+    began = time.now
+    list(owner.wait_free(lambda: {0: ELSEWHERE}, HERE, {0: True}, None, time.clock, ELSEWHERE))
+    assert time.now - began >= 5
+
+
+def left_by(pool: Path, process: Beat) -> None:
+    """The pool's lock as a process has left it that was killed."""
+    fd = os.open(pool / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    PoolLock(fd, process).describe()
+    os.close(fd)
+
+
+def test_a_lock_names_who_had_it_and_was_killed(tmp_path: Path) -> None:
+    pool = make_pool(tmp_path / "pool")
+
+    def left() -> Beat | None:
+        with locked(pool) as lock:
+            return lock.left
+
+    assert left() is None, "given up in good order"
+    left_by(pool, BOXED)
+    shutil.copy(pool / "lock", tmp_path / "text")
+    found = left()
+    assert found is not None and owner._process(found) == owner._process(BOXED)
+    assert left() is None
+    left_by(pool, ELSEWHERE)
+    assert left() is None, "of another boot"
+    left_by(pool, replace(BOXED, boot=bytes(16)))
+    assert left() is None, "of a machine that has no /proc"
+    # As in a copy of the directory: those who had the other lock may live.
+    shutil.copy(tmp_path / "text", pool / "lock.new")
+    (pool / "lock.new").rename(pool / "lock")
+    assert left() is None, "the text of another file"
 
 
 def test_the_text_of_a_lock_may_be_anything(tmp_path: Path) -> None:
