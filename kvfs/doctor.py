@@ -8,6 +8,7 @@ Documentation/admin-guide/sysctl of the kernel.
 from __future__ import annotations
 
 import ctypes
+import errno
 import importlib
 import os
 import platform
@@ -49,6 +50,9 @@ SHMEM_HUGE_PATH = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 IO_URING_DISABLED_PATH = Path("/proc/sys/kernel/io_uring_disabled")
 # Rings of a daemon with many cores: one a server thread, one a worker.
 RING_COUNT = 24
+_LOCK_MEMORY = (
+    "CAP_IPC_LOCK for a container; LimitMEMLOCK=infinity in the unit, or '* - memlock unlimited' in limits.conf"
+)
 RING_ENTRIES = 512
 
 _SYS_IO_URING_SETUP, _SYS_IO_URING_ENTER, _SYS_IO_URING_REGISTER = 425, 426, 427
@@ -339,6 +343,7 @@ def _io_uring() -> Iterator[Check]:
             ring.close()
     except OSError as error:
         found = f"{call}: {error.strerror}; kernel.io_uring_disabled = {disabled}"
+        enable = _LOCK_MEMORY if error.errno == errno.ENOMEM else enable
         yield Check("io_uring", "note", f"{found}: device I/O goes by threads, which cost more", enable)
         return
     if missing:
@@ -354,7 +359,7 @@ def _io_uring() -> Iterator[Check]:
 def _memlock() -> Iterator[Check]:
     """Make as many rings as the daemon does. The kernel charges a little of each as locked memory, which must fit."""
     _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    text = "unlimited" if hard == resource.RLIM_INFINITY else f"{hard >> 20} MiB"
+    text = "unlimited" if hard == resource.RLIM_INFINITY else f"{hard >> 10} KiB"
     rings: list[_Ring] = []
     try:
         for _ in range(RING_COUNT):
@@ -363,11 +368,8 @@ def _memlock() -> Iterator[Check]:
         if not rings:
             yield Check("memlock", "note", f"limit {text}; not tried: no io_uring")
             return
-        action = (
-            "CAP_IPC_LOCK for a container; LimitMEMLOCK=infinity in the unit, or '* - memlock unlimited' in limits.conf"
-        )
         found = f"limit {text}; ring {len(rings) + 1} of {RING_COUNT}: {error.strerror}: rings are smaller, or threads"
-        yield Check("memlock", "note", found, action)
+        yield Check("memlock", "note", found, _LOCK_MEMORY)
         return
     finally:
         for ring in rings:

@@ -37,7 +37,7 @@ class Box:
 
     @property
     def pid(self) -> int:
-        """The daemon's number here."""
+        """The number of its first process here; the daemon is that one's child."""
         path = pathlib.Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
         return int(path.read_text().split()[0])
 

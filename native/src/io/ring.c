@@ -116,8 +116,9 @@ void ring_tell(struct kvfs_array *array, char *out, uint32_t capacity) {
     if (!by_threads)
         snprintf(out, capacity, "io_uring");
     else
-        snprintf(out, capacity, "%s (%s: %s): %u of them%s", by_uring ? "threads beside io_uring" : "threads", calls[refused & 3],
-                 strerror((int)(refused >> 2)), count, failed ? "; more were refused: raise pids.max or ulimit -u" : "");
+        snprintf(out, capacity, "%s (%s: %s%s): %u of them%s", by_uring ? "threads beside io_uring" : "threads", calls[refused & 3],
+                 strerror((int)(refused >> 2)), refused >> 2 == ENOMEM ? "; CAP_IPC_LOCK or more memlock gives io_uring" : "", count,
+                 failed ? "; more were refused: raise pids.max or ulimit -u" : "");
 }
 
 const char *ring_advice(int error) {
