@@ -44,7 +44,7 @@ def add_mount(verbs: Verbs) -> None:
         "--options",
         default="",
         metavar="LIST",
-        help="mount(8) options, comma separated: ro, noexec, suid, dev, ... (default: nosuid,nodev)",
+        help="mount(8) options, comma separated: ro, noexec, suid, dev, nonempty, ... (default: nosuid,nodev)",
     )
     sub.add_argument(
         "--request-timeout",

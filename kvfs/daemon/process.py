@@ -151,7 +151,9 @@ def _run(options: MountOptions, reporter: Reporter) -> int | None:
         if holding is not None and holding.taken:
             mountpoint = holding.mountpoint
         elif options.mountpoint is not None:
-            mountpoint = mounting.check_mountpoint(options.mountpoint, options.pool)
+            mountpoint = mounting.check_mountpoint(
+                options.mountpoint, options.pool, nonempty=mounting.NONEMPTY in options.options
+            )
             mounting.check_device()
             raise_fuse_pages()
         raise_limits()

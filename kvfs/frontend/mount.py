@@ -32,6 +32,8 @@ MOUNT_TIMEOUT_S = 20.0
 
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_NOATIME = 1, 2, 4, 8, 1024
 _MNT_FORCE, _MNT_DETACH = 1, 2
+# The option of fuse(8) that hides what lies in the mount point; it is ours, not the kernel's.
+NONEMPTY = "nonempty"
 # Options of mount(8) that are flags of mount(2), not text for the filesystem.
 _FLAG_OPTIONS = {
     "ro": _MS_RDONLY, "nosuid": _MS_NOSUID, "nodev": _MS_NODEV, "noexec": _MS_NOEXEC, "noatime": _MS_NOATIME,
@@ -182,9 +184,9 @@ def _touch(path: str) -> None:
     os.statvfs(path)
 
 
-def check_mountpoint(path: str | Path, pool: str | Path) -> str:
+def check_mountpoint(path: str | Path, pool: str | Path, *, nonempty: bool = False) -> str:
     """Return the resolved mount point, ready to be mounted on. A dead mount of the same pool is taken away first. A
-    bind mount or another filesystem may be mounted over while nothing lies in it.
+    bind mount or another filesystem may be mounted over while nothing lies in it, or with `nonempty`.
 
     Raises MountError: missing, no directory, busy, not writable for an unprivileged user, or above or in the pool it
     would hide.
@@ -193,7 +195,8 @@ def check_mountpoint(path: str | Path, pool: str | Path) -> str:
     present = find_mount(resolved)
     if present is not None:
         if not present.is_kvfs:
-            _check_hides_nothing(path, present)
+            if not nonempty:
+                _check_hides_nothing(path, present)
         elif not is_dead(resolved):
             raise MountError(f"{path}: busy: pool {present.source} is mounted there")
         elif present.source != pool_path:
@@ -232,7 +235,7 @@ def _check_hides_nothing(path: str | Path, present: Mount) -> None:
     except OSError as error:
         raise MountError(f"{there}, and cannot be looked into: {os.strerror(error.errno or 0)}") from error
     if names:
-        raise MountError(f"{there}, and is not empty: {names[0]} and all else in it would be hidden")
+        raise MountError(f"{there}, and is not empty: {names[0]} and all else in it would be hidden; --options nonempty hides it")
 
 
 def mount(
@@ -243,6 +246,7 @@ def mount(
 
     `options` are mount(8) options that the kernel knows (ro, noexec, ...). Blocks for at most MOUNT_TIMEOUT_S.
     """
+    options = tuple(option for option in options if option != NONEMPTY)
     unknown = [
         option for option in options if option not in _FLAG_OPTIONS and option not in ("rw", "suid", "dev", "exec")
     ]

@@ -132,3 +132,18 @@ def test_a_daemon_that_was_killed_with_its_container_is_not_watched(unmounted: P
     assert "watching for" not in said and "taken over" not in pool.log_tail()
     assert_same(read_file(pool.mount / "file"), DATA, "after another kill")
     pool.umount()
+
+
+def test_a_bind_mount_with_files_is_mounted_over_when_told(unmounted: Pool) -> None:
+    pool = unmounted
+    other = pool.base / "other"
+    other.mkdir()
+    write_file(other / "there", b"hidden")
+    run("mount", "--bind", other, pool.mount)
+    refused = pool.command("mount", str(pool.path), str(pool.mount), check=False)
+    assert refused.returncode == 1 and "there and all else in it would be hidden; --options nonempty" in refused.stderr
+    pool.start("--options", "nonempty")
+    assert not (pool.mount / "there").exists()
+    write_file(pool.mount / "file", DATA)
+    pool.umount()
+    assert read_file(pool.mount / "there") == b"hidden"
