@@ -19,7 +19,7 @@ from kvfs.daemon.holding import hold
 from kvfs.daemon.host import raise_fuse_pages, raise_limits
 from kvfs.daemon.options import MountOptions, check_hold, check_request_timeout, fit_memory
 from kvfs.daemon.reporter import LOG_NAME, Reporter, log_to_file, log_to_stderr
-from kvfs.errors import DeadlineError, KvfsError, PoolError, UsageError, first_error, printable
+from kvfs.errors import DeadlineError, KvfsError, MissingFeatureError, PoolError, UsageError, first_error, printable
 from kvfs.frontend import mount as mounting
 from kvfs.pool.directory import check_owner
 
@@ -144,6 +144,19 @@ def _log_failure(options: MountOptions, reporter: Reporter) -> None:
 
 def _run(options: MountOptions, reporter: Reporter) -> int | None:
     """Serve until the end; returns the signal that asked for it, if one did."""
+    try:
+        return _prepare_and_serve(options, reporter)
+    except BaseExceptionGroup as group:
+        failure = first_error(group)
+    except RuntimeError as error:
+        failure = error
+    if isinstance(failure, RuntimeError) and "start new thread" in str(failure):  # Python's words for EAGAIN
+        how = "raise pids.max of the cgroup (--pids-limit) or the limit of processes (ulimit -u)"
+        raise MissingFeatureError(f"{options.pool}: no thread could be made: {how}") from failure
+    raise failure from None
+
+
+def _prepare_and_serve(options: MountOptions, reporter: Reporter) -> int | None:
     mountpoint = None
     mounting.refuse_inside(options.pool, "a pool")
     holding = hold(options)
@@ -158,8 +171,6 @@ def _run(options: MountOptions, reporter: Reporter) -> int | None:
             raise_fuse_pages()
         raise_limits()
         return trio.run(serve, options, mountpoint, reporter, holding)
-    except BaseExceptionGroup as group:
-        raise first_error(group) from None
     finally:
         if holding is not None:
             holding.close()

@@ -95,8 +95,14 @@ def parse_mountinfo(text: str) -> list[Mount]:
 
 
 def mounts() -> list[Mount]:
-    """Every mount this process sees."""
-    return parse_mountinfo(Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape"))
+    """Every mount this process sees. Raises MissingFeatureError without /proc."""
+    try:
+        text = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise MissingFeatureError(
+            "/proc is not mounted here, where kvfs finds mounts and processes: mount -t proc proc /proc"
+        ) from error
+    return parse_mountinfo(text)
 
 
 def resolve(path: str | Path) -> str:
@@ -235,7 +241,9 @@ def _check_hides_nothing(path: str | Path, present: Mount) -> None:
     except OSError as error:
         raise MountError(f"{there}, and cannot be looked into: {os.strerror(error.errno or 0)}") from error
     if names:
-        raise MountError(f"{there}, and is not empty: {names[0]} and all else in it would be hidden; --options nonempty hides it")
+        raise MountError(
+            f"{there}, and is not empty: {names[0]} and all else in it would be hidden; --options nonempty hides it"
+        )
 
 
 def mount(

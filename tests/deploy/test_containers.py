@@ -183,7 +183,6 @@ def test_a_killed_container_is_followed_by_another_at_once(unmounted: Pool, star
     with pytest.raises(OSError) as caught:
         os.statvfs(pool.mount)
     assert caught.value.errno == errno.ENOTCONN
-    run("umount", "--lazy", pool.mount)
     follower = daemon(start, pool, "follower")
     assert_same(read_file(pool.mount / "file"), DATA, "the file, after a kill")
     assert "watching for" not in follower.said() and "taken over" not in follower.said()

@@ -146,3 +146,13 @@ def test_the_doctor_names_the_call_that_is_denied(call):
         (check,) = [check for check in json.loads(said.stdout)["checks"] if check["name"] == "io_uring"]
         assert check["state"] == "note" and f"io_uring_{call}: {why}" in check["found"]
         assert "device I/O goes by threads" in check["found"] and "seccomp" in check["action"]
+
+
+def test_a_daemon_that_gets_no_thread_names_the_limit(own_pool):
+    pool = own_pool(files=2, size="64M", started=False)
+    words = [DENIED, "EPERM,EAGAIN:clone,EAGAIN:clone3", sys.executable, "-m", "kvfs"]
+    refused = run(sys.executable, *words, "mount", pool.path, pool.mount, "--foreground", check=False)
+    assert refused.returncode == 1, refused.stdout
+    assert f"kvfs: {pool.path}: no thread could be made: raise pids.max of the cgroup" in refused.stderr
+    pool.start()
+    assert client_of(pool) == "io_uring"
