@@ -18,7 +18,7 @@ from kvfs.bench.plan import STORE_MAX, STORE_SHARE, Cell, Side, Work, prepare_s,
 from kvfs.client.client import Client, connect
 from kvfs.errors import KvfsError, PoolError, UsageError
 from kvfs.frontend import mount
-from kvfs.frontend.asking import daemon_pid, how_to_mount
+from kvfs.frontend.asking import ControlClient, how_to_mount
 from kvfs.pool.devices import Device, device_address
 from kvfs.units import counted, format_size, size_text, told_size
 
@@ -334,10 +334,8 @@ def _unnamed(path: str) -> int:
 
 def _daemon_of(pool: Path) -> int | None:
     """The daemon's process, if it can be seen from here."""
-    pid = daemon_pid(pool)
-    with suppress(OSError):
-        if pid is not None and b"kvfs" in Path(f"/proc/{pid}/cmdline").read_bytes():
-            return pid
+    with suppress(KvfsError), ControlClient(pool) as client:
+        return client.peer_pid() or None
     return None
 
 
