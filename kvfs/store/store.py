@@ -373,10 +373,15 @@ class Store:
     async def _commit_loop(self) -> None:
         while True:
             deadline = trio.current_time() + self._options.commit_interval_s
-            while (now := trio.current_time()) < deadline and self.index.changes_pending < _COMMIT_CHANGES:
+            while (now := trio.current_time()) < deadline and not self._is_commit_due():
                 pending = self.index.changes_pending
                 await trio.sleep(min(_COMMIT_POLL_S, deadline - now) if pending else deadline - now)
             await self._commit_and_flush()
+
+    def _is_commit_due(self) -> bool:
+        """Whether so much waits for a commit that it begins before its time."""
+        fill = self.plane.names.journal_fill()
+        return self.index.changes_pending >= _COMMIT_CHANGES or (fill is not None and fill.used > fill.size // 2)
 
     async def _flush_loop(self) -> None:
         """Writers wait for segments that were freed: when the summaries say so, they may have them. The index, whose

@@ -24,6 +24,7 @@ from store_pools import LAZY, crashed_store, make, make_pool, verify_all, with_s
 from test_reservations import SIZE, Writer
 
 from kvfs import journal
+from kvfs.errors import KvfsError
 from kvfs.frames import Next, Shards
 from kvfs.lent import Part
 from kvfs.namespace.files import Namespace
@@ -712,6 +713,31 @@ def test_a_full_journal_is_taken_up_to_what_it_lacks(pool: Path) -> None:
     assert there[b"/c"] == PAGE and there[b"/sealed"] == 3 * PAGE and b"/not known" not in there
     count = sum(path.startswith(b"/d") for path in there)
     assert count > 10 and {b"/d%d" % i for i in range(count)} < there.keys()
+
+
+def test_while_commits_fail_a_full_journal_takes_no_new_names(pool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made_there: list[int] = []
+
+    def failing(*arguments: object) -> None:
+        raise KvfsError("no room for the index")
+
+    async def work(store: Store) -> None:
+        monkeypatch.setattr(store.index, "_write", failing)
+        mkdir(store, b"first")
+        await store._commit_and_flush()
+        with pytest.raises(KvfsError, match="the journal of names is full until it can be") as refused:
+            for i in range(10_000):
+                mkdir(store, b"d%d" % i)
+                made_there.append(i)
+        assert refused.value.errno == errno.EIO
+        fill = store.plane.names.journal_fill()
+        assert fill is not None and fill.lost == 0
+        store.index.distrusted = False
+        (pool / "index/incomplete").unlink()
+
+    with made(journal.SIZE_MIN) as fd:
+        kill(pool, fd, work)
+        assert found(pool, fd, again=False) == {b"/first": None} | {b"/d%d" % i: None for i in made_there}
 
 
 # ---- histories drawn by chance ----
