@@ -14,7 +14,7 @@ from pathlib import Path
 _PROC = Path("/proc/self")
 # The name of the limit's file by the filesystem's type.
 _LIMIT_FILES = {"cgroup2": "memory.max", "cgroup": "memory.limit_in_bytes"}
-# Memory of a daemon beside staging and reads: interpreter, tables and rings. Measured: 22 MiB, with room for tables.
+# Memory of a daemon beside staging and reads: interpreter, tables and rings. A small pool's daemon had 54 MiB in all.
 DAEMON_SIZE = 64 << 20
 # Staging and reads have no less; kvfs_plane.h calls it 16 chunks.
 PART_MIN = 16 << 20

@@ -31,13 +31,20 @@ FILESYSTEM_TYPE = "fuse.kvfs"
 MOUNT_TIMEOUT_S = 20.0
 
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_NOATIME = 1, 2, 4, 8, 1024
+_MS_SYNCHRONOUS, _MS_DIRSYNC, _MS_NODIRATIME, _MS_STRICTATIME, _MS_LAZYTIME = 16, 128, 2048, 1 << 24, 1 << 25
 _MNT_FORCE, _MNT_DETACH = 1, 2
 # The option of fuse(8) that hides what lies in the mount point; it is ours, not the kernel's.
 NONEMPTY = "nonempty"
 # Options of mount(8) that are flags of mount(2), not text for the filesystem.
 _FLAG_OPTIONS = {
     "ro": _MS_RDONLY, "nosuid": _MS_NOSUID, "nodev": _MS_NODEV, "noexec": _MS_NOEXEC, "noatime": _MS_NOATIME,
+    "nodiratime": _MS_NODIRATIME, "lazytime": _MS_LAZYTIME, "strictatime": _MS_STRICTATIME, "sync": _MS_SYNCHRONOUS,
+    "dirsync": _MS_DIRSYNC,
 }  # fmt: skip
+# Those that ask for what a mount has anyway; suid and dev take back what kvfs sets.
+_OTHER_OPTIONS = frozenset({"rw", "suid", "dev", "exec", "async", "atime", "diratime", "relatime", "nolazytime"})
+# Options that fusermount3 does not know, and that cost nothing when they are left out.
+_NOT_FUSERMOUNT = frozenset({"atime", "diratime", "relatime", "nolazytime", "lazytime", "strictatime"})
 
 _PROGRAM_PREFIX = re.compile(r"^\S*fusermount3: ")
 
@@ -255,11 +262,10 @@ def mount(
     `options` are mount(8) options that the kernel knows (ro, noexec, ...). Blocks for at most MOUNT_TIMEOUT_S.
     """
     options = tuple(option for option in options if option != NONEMPTY)
-    unknown = [
-        option for option in options if option not in _FLAG_OPTIONS and option not in ("rw", "suid", "dev", "exec")
-    ]
+    known = _FLAG_OPTIONS.keys() | _OTHER_OPTIONS
+    unknown = [option for option in options if option not in known]
     if unknown:
-        raise UsageError(f"mount option {unknown[0]}: not known; known are {', '.join(sorted(_FLAG_OPTIONS))}")
+        raise UsageError(f"mount option {unknown[0]}: not known; known are {', '.join(sorted({*known, NONEMPTY}))}")
     if os.geteuid() == 0:
         return _mount_as_root(source, mountpoint, max_read, allow_other, options)
     return _mount_by_fusermount(source, mountpoint, max_read, allow_other, options)
@@ -316,7 +322,8 @@ def _mount_by_fusermount(
     if program is None:
         raise MissingFeatureError("fusermount3: not found; an unprivileged mount needs it (apt install fuse3)")
     name = source.replace("\\", "\\\\").replace(",", "\\,")
-    texts = [f"fsname={name}", "subtype=kvfs", "default_permissions", f"max_read={max_read}", *options]
+    texts = [f"fsname={name}", "subtype=kvfs", "default_permissions", f"max_read={max_read}"]
+    texts += [option for option in options if option not in _NOT_FUSERMOUNT]
     if allow_other:
         texts.append("allow_other")
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -439,3 +439,32 @@ def test_an_export_says_its_sockets_and_a_daemon_that_tells_nothing_has_started_
     )
     said = mounting.started_text({"pool": "/srv/p\n", "mountpoint": "/mnt/kv", "exports": [], **end})
     assert said == "/mnt/kv: pool /srv/p\\n, pid 4711, log /srv/pool/kvfs.log"
+
+
+# ---- mount(8) ----
+
+
+def test_mount_8_s_options_reach_the_kernel_and_a_remount_changes_them() -> None:
+    requires_root()
+    helper = str(REPOSITORY / "tools/mount.kvfs")
+    with Pool(files=2, size="128M", started=False) as pool:
+
+        def options() -> set[str]:
+            for line in pathlib.Path("/proc/self/mounts").read_text().splitlines():
+                if line.split()[1] == str(pool.mount):
+                    return set(line.split()[3].split(","))
+            return set()
+
+        words = "nodiratime,lazytime,sync,exec,nofail,allow_other,io_timeout=20000,staging=32M"
+        quiet = run(helper, str(pool.path), str(pool.mount), "-o", words)
+        assert quiet.stdout == "" and {"nodiratime", "lazytime", "sync", "allow_other", "rw"} <= options()
+        write_file(pool.mount / "block", content(SIZE))
+        run(helper, str(pool.path), str(pool.mount), "-o", "rw,allow_other,max_read=4096,remount,ro")
+        assert "ro" in options()
+        with pytest.raises(OSError) as caught:
+            write_file(pool.mount / "other", b"x")
+        assert caught.value.errno == errno.EROFS
+        run(helper, str(pool.path), str(pool.mount), "-o", "remount,rw")
+        write_file(pool.mount / "other", b"x")
+        refused = run(helper, str(pool.path), str(pool.mount), "-o", "remount,staging=64M", check=False)
+        assert refused.returncode == 1 and "a remount cannot change staging=64M" in refused.stderr
