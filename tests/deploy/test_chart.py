@@ -4,10 +4,13 @@ No cluster is here."""
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import json
 import pathlib
 import subprocess
 import sys
+import textwrap
 import tomllib
 from typing import Any
 
@@ -86,6 +89,14 @@ def container(spec: dict[str, Any], name: str) -> dict[str, Any]:
     return found
 
 
+def daemon_arguments(spec: dict[str, Any]) -> argparse.Namespace:
+    """The daemon's arguments by kvfs's own parser. It leaves out what is not given: pool.toml may say it."""
+    nothing = argparse.Namespace(
+        metrics=None, native_in=[], staging=None, read_memory=None, log_format=None, foreground=False, allow_other=False
+    )
+    return argparse.Namespace(**{**vars(nothing), **vars(kvfs_parser().parse_args(container(spec, "daemon")["args"]))})
+
+
 def mounted(container: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {item["name"]: item for item in container["volumeMounts"]}
 
@@ -131,12 +142,16 @@ def test_a_wrong_object_would_be_seen() -> None:
 def test_the_commands_take_the_arguments_of_their_containers(values: dict[str, Any]) -> None:
     documents = rendered(values)
     spec = pod(documents, "daemon")
-    given = kvfs_parser().parse_args(container(spec, "daemon")["args"])
+    given = daemon_arguments(spec)
     pool = values["pool"]
     name, mounts = pool.get("name", "default"), pool.get("mounts", "/run/kvfs")
     assert given.foreground and given.allow_other
     assert (given.pool, given.mountpoint) == (f"{pool.get('directory', '/var/lib/kvfs')}/{name}", f"{mounts}/{name}")
-    assert (given.metrics is not None) == (values is FULL)
+    assert (given.metrics is not None) == (values is FULL) and given.log_format == "json"
+    assert (given.staging, given.read_memory) == ((1 << 30, 512 << 20) if values is FULL else (None, None))
+    probe = container(spec, "daemon")["readinessProbe"]
+    assert probe.get("httpGet", {}).get("path") == ("/readyz" if values is FULL else None)
+    assert ("exec" in probe) == (values is not FULL)
     plugin = container(pod(documents, "csi"), "plugin")
     assert plugin["command"] == ["kvfs-csi"]
     said = plugin_parser().parse_args(plugin["args"])
@@ -149,11 +164,11 @@ def test_the_commands_take_the_arguments_of_their_containers(values: dict[str, A
 
 def test_native_access_is_the_named_namespaces_alone() -> None:
     spec = pod(rendered(FULL), "daemon")
-    assert kvfs_parser().parse_args(container(spec, "daemon")["args"]).native_in == ["/team-a", "/team-b"]
+    assert daemon_arguments(spec).native_in == ["/team-a", "/team-b"]
     assert spec["hostPID"] is True
     for values in (MINIMAL, RESTRICTED):
         spec = pod(rendered(values), "daemon")
-        assert kvfs_parser().parse_args(container(spec, "daemon")["args"]).native_in == []
+        assert daemon_arguments(spec).native_in == []
         assert "hostPID" not in spec
     # The plugin has neither the pool nor its devices.
     assert set(host_paths(pod(rendered(FULL), "csi"))) == {"plugins", "registration", "kubelet", "mounts"}
@@ -284,6 +299,23 @@ def test_values_that_make_no_sense_are_refused_by_their_name(change: dict[str, A
     said = refused({**MINIMAL, **change})
     for word in words:
         assert word in said
+
+
+def yaml_of_the_page(begins: str) -> dict[str, Any]:
+    """The indented text of docs/kubernetes.md that begins so."""
+    page = (REPOSITORY / "docs/kubernetes.md").read_text()
+    lines = page[page.index(f"    {begins}") :].splitlines()
+    part = list(itertools.takewhile(lambda line: line.startswith("    "), lines))
+    return yaml.safe_load(textwrap.dedent("\n".join(part)))
+
+
+def test_the_page_s_values_render_and_its_pod_is_valid() -> None:
+    kinds = [document["kind"] for document in rendered(yaml_of_the_page("   image: {repository"))]
+    assert kinds.count("PersistentVolumeClaim") == 1 and kinds.count("DaemonSet") == 2
+    engine = yaml_of_the_page("   apiVersion: v1\n       kind: Pod")
+    assert validation.validate(engine, "1.37", strict=True) == "1.37"
+    tiers = json.loads(engine["spec"]["containers"][0]["args"][-1])["kv_connector_extra_config"]["secondary_tiers"]
+    assert tiers[0]["root_dir"].startswith(engine["spec"]["containers"][0]["volumeMounts"][0]["mountPath"] + "/")
 
 
 def nodes_of(values: dict[str, Any], work: pathlib.Path) -> pathlib.Path:
