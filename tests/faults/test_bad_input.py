@@ -220,7 +220,7 @@ def test_a_device_with_another_pools_label_is_refused_unless_forced(
 def assert_degraded(pool: Pool, *names: object) -> None:
     """It mounts, and says in a line what is missing, after one that says so where every segment is hit."""
     code, out, error = try_mount(pool)
-    assert code == 0 and out == "", error
+    assert code == 0 and out.startswith(f"{pool.mount}: ") and " away), " in out and out.count("\n") == 1, (out, error)
     *before, last = error.splitlines()
     assert last.startswith("kvfs: degraded: "), error
     assert len(before) <= 1 and all("no segment can be written" in line for line in before), error
