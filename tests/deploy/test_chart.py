@@ -41,6 +41,7 @@ FULL = {
     },
     "daemon": {"staging": "1G", "readMemory": "512M", "extraArgs": ["--io-timeout", "5000"],
                "resources": {"requests": {"cpu": "4", "memory": "4Gi"}, "limits": {"memory": "8Gi"}}},
+    "hold": {"enabled": True, "timeout": 300},
     "native": {"namespaces": ["team-a", "team-b"]},
     "csi": {"kubelet": "/var/lib/k0s/kubelet", "timeout": 2.5},
     "volumes": [
@@ -92,7 +93,14 @@ def container(spec: dict[str, Any], name: str) -> dict[str, Any]:
 def daemon_arguments(spec: dict[str, Any]) -> argparse.Namespace:
     """The daemon's arguments by kvfs's own parser. It leaves out what is not given: pool.toml may say it."""
     nothing = argparse.Namespace(
-        metrics=None, native_in=[], staging=None, read_memory=None, log_format=None, foreground=False, allow_other=False
+        metrics=None,
+        hold=None,
+        native_in=[],
+        staging=None,
+        read_memory=None,
+        log_format=None,
+        foreground=False,
+        allow_other=False,
     )
     return argparse.Namespace(**{**vars(nothing), **vars(kvfs_parser().parse_args(container(spec, "daemon")["args"]))})
 
@@ -123,7 +131,7 @@ def test_the_chart_is_linted(values: dict[str, Any]) -> None:
 def test_every_object_is_valid_for_the_oldest_and_the_newest_kubernetes(values: dict[str, Any]) -> None:
     documents = rendered(values)
     kinds = [document["kind"] for document in documents]
-    assert kinds.count("DaemonSet") == 2 and kinds.count("CSIDriver") == (values is not RESTRICTED)
+    assert kinds.count("DaemonSet") == 2 + (values is FULL) and kinds.count("CSIDriver") == (values is not RESTRICTED)
     for document in documents:
         if document["kind"] == "ServiceMonitor":  # no schema of custom resources is there
             continue
@@ -227,6 +235,22 @@ def test_the_driver_object_says_what_the_plugin_does() -> None:
     }  # fmt: skip
 
 
+def test_the_holder_and_the_daemon_meet_at_one_socket_and_the_holder_has_no_rights() -> None:
+    documents = rendered(FULL)
+    spec = pod(documents, "hold")
+    holder = container(spec, "hold")
+    said = kvfs_parser().parse_args(holder["args"])
+    daemon = pod(documents, "daemon")
+    assert said.socket == daemon_arguments(daemon).hold == "/run/kvfs-hold/fast.sock" and said.timeout == 300
+    assert mounted(holder)["hold"] == mounted(container(daemon, "daemon"))["hold"]
+    assert host_paths(spec) == {"hold": host_paths(daemon)["hold"]}
+    assert holder["securityContext"]["capabilities"] == {"drop": ["ALL"]} and "hostPID" not in spec
+    for component in ("daemon", "hold"):
+        # Neither ends by itself.
+        assert only(documents, "DaemonSet", f"kv-{component}")["spec"]["updateStrategy"] == {"type": "OnDelete"}
+    assert daemon_arguments(pod(rendered(MINIMAL), "daemon")).hold is None
+
+
 def test_each_volume_has_its_claim() -> None:
     from kvfs.csi.messages import PublishRequest
     from kvfs.csi.node import namespace_of
@@ -293,6 +317,7 @@ def test_prometheus_finds_the_daemon_s_port() -> None:
     ({"volumes": [{"namespace": "team-a", "claim": "kv"}], "csi": {"enabled": False}}, ("volumes need csi.enabled",)),
     ({"metrics": {"port": 70000}}, ("/metrics/port", "65,535")),
     ({"metrics": {"serviceMonitor": {"enabled": True}}}, ("needs metrics.enabled",)),
+    ({"hold": {"timeout": 0}}, ("/hold/timeout", "minimum")),
     ({"replicas": 2}, ("'replicas'",)),
 ])  # fmt: skip
 def test_values_that_make_no_sense_are_refused_by_their_name(change: dict[str, Any], words: tuple[str, ...]) -> None:

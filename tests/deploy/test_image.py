@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import helpers
 import pytest
@@ -30,9 +30,9 @@ class Node:
         self.made.append(Container(self.image, name, self.work, words, [*bound, *more]))
         return self.made[-1]
 
-    def daemon(self, *more: str) -> Container:
-        words = [*self.image.entrypoint, "mount", "--foreground", "--allow-other", "--staging", "64M", *more]
-        container = self.start([*words, f"{POOL}/fast", f"{MOUNTS}/fast"])
+    def daemon(self, *options: str, more: Sequence[tuple[pathlib.Path, str, str]] = ()) -> Container:
+        words = [*self.image.entrypoint, "mount", "--foreground", "--allow-other", "--staging", "64M", *options]
+        container = self.start([*words, f"{POOL}/fast", f"{MOUNTS}/fast"], *more)
         helpers.wait_until(lambda: self.answers() or self.has_ended(container), "the mount is seen outside")
         return container
 
@@ -117,6 +117,29 @@ def test_a_container_that_was_killed_leaves_a_pool_that_the_next_one_mounts(node
     # As a kubelet starts it anew: the dead mount is still there.
     node.daemon()
     assert (node.files() / "block").read_bytes() == CONTENT
+
+
+def test_a_held_mount_outlives_its_container(node: Node) -> None:
+    held = node.work / "held"
+    held.mkdir()
+    socket = (held, "/run/kvfs-hold", "rprivate")
+    holder = node.start([*node.image.entrypoint, "hold", "/run/kvfs-hold/fast.sock"], socket)
+    helpers.wait_until((held / "fast.sock").exists, "the holder listens")
+    words = ("--hold", "/run/kvfs-hold/fast.sock")
+    daemon = node.daemon(*words, more=[socket])
+    (node.files() / "block").write_bytes(CONTENT)
+    helpers.run("sync", "--file-system", node.files() / "block")
+    device = node.files().stat().st_dev
+    with (node.files() / "block").open("rb") as reader:
+        for name, status in (("TERM", 0), ("KILL", 137)):
+            daemon.signal(name)
+            assert daemon.wait() == status, daemon.log.read_text()
+            daemon = node.daemon(*words, more=[socket])
+            assert reader.seek(0) == 0 and reader.read() == CONTENT
+            assert "taken over from" in daemon.log.read_text()
+    assert node.files().stat().st_dev == device
+    assert daemon.inside("kvfs", "umount", f"{MOUNTS}/fast").returncode == 0
+    assert daemon.wait() == holder.wait() == 0
 
 
 def test_the_plugin_of_the_image_binds_the_mount_for_a_pod(node: Node, tmp_path: pathlib.Path) -> None:

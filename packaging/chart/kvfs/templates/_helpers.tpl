@@ -28,6 +28,10 @@ app.kubernetes.io/component: {{ .component }}
 {{ .Values.pool.mounts }}/{{ .Values.pool.name }}
 {{- end -}}
 
+{{- define "kvfs.hold" -}}
+{{ .Values.hold.directory }}/{{ .Values.pool.name }}.sock
+{{- end -}}
+
 {{/* What both pods of a node share. */}}
 {{- define "kvfs.pod" -}}
 serviceAccountName: {{ include "kvfs.name" . }}
