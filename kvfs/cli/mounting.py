@@ -328,7 +328,7 @@ def add_umount(verbs: Verbs) -> None:
 def _umount(args: argparse.Namespace) -> int:
     from kvfs.frontend import mount
     from kvfs.frontend.asking import not_yours
-    from kvfs.pool.lock import LOCK_NAME
+    from kvfs.pool.directory import LOCK_NAME
 
     present = mount.find_mount(args.target)
     if present is None or not present.is_kvfs:
@@ -482,11 +482,12 @@ def _watch_daemon(pool: Path) -> ProcessWatch | _LockWatch | None:
     its pid namespace. The pool's lock tells of one that listens no more, or that an old kernel does not show."""
     from kvfs.frontend.asking import ControlClient
     from kvfs.frontend.mount import ProcessWatch
-    from kvfs.pool import lock, owner
 
     with suppress(KvfsError), ControlClient(pool, timeout_s=UMOUNT_STATUS_TIMEOUT_S) as client:
         descriptor = client.peer_descriptor()
         return _LockWatch(pool) if descriptor is None else ProcessWatch(client.peer_pid(), descriptor)
+    from kvfs.pool import lock, owner
+
     with suppress(KvfsError, OSError, OverflowError):
         holder = lock.lock_holder(pool)
         if holder is None or not owner.serves(holder):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from kvfs.errors import PoolError
 
+LOCK_NAME = "lock"
 # Directories of a pool in which kvfs makes, and writes to, files of its own; and whose files it opens for writing.
 _DIRECTORIES, _INDEX = ("index", "devices"), "index"
 

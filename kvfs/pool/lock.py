@@ -15,10 +15,9 @@ from kvfs.errors import InUseError, PoolError
 from kvfs.pool import owner
 from kvfs.pool.config import CONFIG_NAME
 from kvfs.pool.devices import Tell
-from kvfs.pool.directory import check_owner, open_own
+from kvfs.pool.directory import LOCK_NAME, check_owner, open_own
 from kvfs.pool.format import Beat
 
-LOCK_NAME = "lock"
 INDEX_NAME = "index"
 DEVICES_NAME = "devices"
 _LOCK_TEXT_MAX = 4096

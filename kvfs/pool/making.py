@@ -17,11 +17,11 @@ from kvfs.index.lmdb import LmdbIndex
 from kvfs.pool import owner
 from kvfs.pool.config import CONFIG_NAME, PoolConfig, new_config
 from kvfs.pool.devices import DEVICE_SIZE_MIN, Device, DeviceAddress
-from kvfs.pool.directory import check_owner
+from kvfs.pool.directory import LOCK_NAME, check_owner
 from kvfs.pool.format import META_CLEAN, META_UUID, Beat
 from kvfs.pool.geometry import DEVICES_MAX, Geometry, choose_geometry
 from kvfs.pool.labels import beats_by_label, write_labels
-from kvfs.pool.lock import DEVICES_NAME, INDEX_NAME, LOCK_NAME, locked, pool_lock
+from kvfs.pool.lock import DEVICES_NAME, INDEX_NAME, locked, pool_lock
 from kvfs.pool.node import NODE_NAME
 from kvfs.pool.opening import config_from_labels, open_device, open_pool, stored_path, write_config
 from kvfs.pool.pod import (
