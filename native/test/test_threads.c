@@ -127,7 +127,7 @@ static void check_denied(unsigned call, unsigned error, const char *told) {
 static void test_each_call_may_be_denied(void) {
     check_denied(SYS_io_uring_setup, EPERM, "threads (io_uring_setup: Operation not permitted): ");
     check_denied(SYS_io_uring_setup, ENOSYS, "threads (io_uring_setup: Function not implemented): ");
-    check_denied(SYS_io_uring_setup, ENOMEM, "threads (io_uring_setup: Cannot allocate memory): ");
+    check_denied(SYS_io_uring_setup, ENOMEM, "threads (io_uring_setup: Cannot allocate memory; CAP_IPC_LOCK or more memlock gives io_uring): ");
     check_denied(SYS_io_uring_register, EPERM, "threads (io_uring_register: Operation not permitted): ");
     check_denied(SYS_io_uring_enter, EPERM, "threads (io_uring_enter: Operation not permitted): ");
     check_denied(SYS_io_uring_enter, ENOSYS, "threads (io_uring_enter: Function not implemented): ");
