@@ -395,6 +395,8 @@ class Daemon:
             found["pool"] = {**cast(dict[str, object], found["pool"]), "state": "ending"}
         found["rings"] = self._store.plane.rings()
         found["memory"] = self._memory(counters)
+        if self._holding is not None:
+            found["holder"] = self._holding.status(self._store.plane.names.journal_fill())
         if self._made is not None:
             found["mount_device"] = self._made.device
         if self._pod is not None:

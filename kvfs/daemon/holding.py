@@ -3,6 +3,7 @@ takes those of an earlier daemon."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from pathlib import Path
@@ -43,6 +44,17 @@ class Holding:
     def pid(self) -> int:
         """The holder's."""
         return self._claim.pid
+
+    def status(self, fill: journal.Fill | None) -> dict[str, object]:
+        """The holder, and how full the journal of names is, for the status document."""
+        left = self._claim.left
+        return {
+            "path": str(self._claim.path),
+            "pid": self.pid,
+            "alive": self.alive,
+            "takeovers": 0 if left is None else left.takeovers,
+            "journal": None if fill is None else dataclasses.asdict(fill),
+        }
 
     def begin(self, mount: HeldMount) -> None:
         """Before the mount is served."""

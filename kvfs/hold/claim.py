@@ -42,6 +42,7 @@ class Left:
     journal: int | None
     idle_s: float
     pid: int
+    takeovers: int = 0  # with this one; 0: an older holder counts none
 
     def close(self) -> None:
         close_all([*self.fuse, self.written, *([] if self.journal is None else [self.journal])])
@@ -142,11 +143,12 @@ def _left(path: Path, words: dict[str, object], fds: list[int]) -> Left | None:
         if not roles:
             return None
         by_role = {role: [fd for fd, each in zip(fds, roles, strict=True) if each == role] for role in roles}
-        idle_ms, pid = words.get("idle_ms"), words.get("last_pid")
+        idle_ms, pid, takeovers = words.get("idle_ms"), words.get("last_pid"), words.get("takeovers")
         journal = by_role.get(JOURNAL)
         return Left(
             state_of(words), by_role[FUSE], by_role[WRITTEN][0], journal[0] if journal else None,
             idle_ms / 1000 if isinstance(idle_ms, int) else 0.0, pid if isinstance(pid, int) else 0,
+            takeovers if isinstance(takeovers, int) else 0,
         )  # fmt: skip
     except HoldError as error:
         with suppress(OSError):

@@ -63,6 +63,7 @@ class Held:
     roles: list[str]
     fds: list[int] = field(default_factory=list)
     last_pid: int = 0
+    takeovers: int = 0
     alone_since: float | None = None
 
     def is_alive(self) -> bool:
@@ -177,8 +178,10 @@ class Holder:
             send(connection.sock, {"roles": [], "idle_ms": 0})
         else:
             idle_s = self._clock() - (held.alone_since or self._clock())
+            held.takeovers += 1
             words = {"roles": held.roles, "state": held.state.hex(), "idle_ms": int(idle_s * 1000)}
-            send(connection.sock, {**words, "last_pid": held.last_pid}, held.fds)
+            words |= {"last_pid": held.last_pid, "takeovers": held.takeovers}
+            send(connection.sock, words, held.fds)
             held.alone_since, held.last_pid = None, connection.pid
             log.info("%s: process %d has it, after %.2f s", key[1], connection.pid, idle_s)
         connection.claims = key
@@ -188,7 +191,7 @@ class Holder:
         if not roles:
             raise HoldError("put: no descriptors")
         before = self._mounts.get(key)
-        self._mounts[key] = Held(state, roles, fds, connection.pid)
+        self._mounts[key] = Held(state, roles, fds, connection.pid, 0 if before is None else before.takeovers)
         self._had_mounts = True
         if before is not None:
             close_all(before.fds)

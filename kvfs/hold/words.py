@@ -4,7 +4,7 @@ A daemon asks, the holder answers each question with one packet. `v` is the vers
 answer is a text for people. Roles name the descriptors of a packet, in their order.
 
     {"v": 1, "op": "claim", "pool": P, "mountpoint": M}   the mount is mine, until this connection ends
-        {"v": 1, "roles": [...], "state": HEX, "idle_ms": N, "last_pid": N}   and the descriptors
+        {"v": 1, "roles": [...], "state": HEX, "idle_ms": N, "last_pid": N, "takeovers": N}   and the descriptors
         {"v": 1, "roles": []}                                  no earlier daemon left any
         {"v": 1, "error": TEXT, "pid": N}                      that process has it
     {"v": 1, "op": "put", "state": HEX, "roles": [...]}   keep these instead of what you have; of the mount claimed

@@ -16,6 +16,7 @@ LEGENDS: dict[str, tuple[tuple[str, str], ...]] = {
                      "is away"),
         ("rd p99, wr p99", "99 of 100 reads, or writes, of a device took no longer, since the mount"),
         ("share", "what one user may hold of the pool, so that eviction leaves it alone"),
+        ("held", "by whom the mount is kept over a restart of the daemon; its journal has names that no commit has"),
         ("evicted open", "blocks that were evicted although they were open, since their user held more than a share"),
         ("asked for, found", f"{_ASKED}, and {_FOUND}"),
         ("carried over", "blocks that were worth a copy when their segment was evicted"),

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvfs.errors import MissingFeatureError
+from kvfs.status.holder import holder_samples
 from kvfs.status.numbers import Json, buckets_of, items, number, section
 from kvfs.status.pod import samples
 
@@ -228,7 +229,10 @@ class _Collector:
         for operation in latencies:
             self._histogram("kvfs_latency_seconds", "Time of requests, from their arrival to the reply.",
                             {**pool, "operation": operation}, section(latencies, operation))  # fmt: skip
-        for kind, name, help_, labels, value in samples(status):
+        if "limit" in section(status, "memory"):
+            self._gauge("kvfs_memory_limit_bytes", "Bytes that the daemon's cgroup may have; 0: it has no limit.", pool,
+                        number(status, "memory", "limit"))  # fmt: skip
+        for kind, name, help_, labels, value in (*samples(status), *holder_samples(status)):
             (self._gauge if kind == "gauge" else self._counter)(name, help_, {**pool, **labels}, value)
         for device in items(status, "devices"):
             self._add_device({**pool, "device": str(device.get("path"))}, device)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from kvfs.errors import printable
+from kvfs.status.holder import holder_advice, holder_text
 from kvfs.status.numbers import (
     EXPORT_ERRORS,
     Json,
@@ -50,7 +51,7 @@ def advice(status: Json) -> list[str]:
                 f"device {device.get('path')}: {counted(errors, 'error')}, {counted(timeouts, 'timeout')}; "
                 "see kvfs.log in the pool"
             )
-    found += pod_advice(status)
+    found += [*holder_advice(status), *pod_advice(status)]
     for export in items(status, "exports"):
         broken = number(export, "protocol_errors") + number(export, "descriptor_errors")
         if broken:
@@ -189,6 +190,8 @@ def render_status(status: Json) -> str:
         lines.append(f" rings: {status['rings']}")
     if "memory" in status:
         lines.append(f"memory: {memory_text(status)}")
+    if "holder" in status:
+        lines.append(f"  held: {holder_text(status)}")
     notes = advice(status)
     lines.append(f"advice: {notes[0] if notes else 'nothing to do'}")
     lines += [f"        {note}" for note in notes[1:]]

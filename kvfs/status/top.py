@@ -18,6 +18,7 @@ from typing import Any, Self
 
 from kvfs.errors import MissingFeatureError, printable
 from kvfs.status.change import difference
+from kvfs.status.holder import holder_text
 from kvfs.status.numbers import (
     Json,
     age_text,
@@ -225,6 +226,7 @@ def _head(change: Json, seconds: float) -> list[str]:
         f"clients {number(change, 'native_clients'):.0f}  "
         f"evicted {count_text(number(counters, 'evicted_blocks') / seconds)} blocks/s",
         *([f"memory: {memory_text(change)}; I/O by {change.get('rings')}"] if "memory" in change else []),
+        *([f"held {holder_text(change)}"] if "holder" in change else []),
         *(line.strip() for line in pod_lines(change)[:2]),
     ]
 

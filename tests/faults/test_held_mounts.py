@@ -134,7 +134,12 @@ def test_readers_read_on_and_requests_wait(pool: HeldPool, number: int) -> None:
             assert os.pread(file.fileno(), len(data), 0) == data
             mapped.madvise(mmap.MADV_DONTNEED)
             assert mapped[:] == data
-    assert pool.status()["pool"]["state"] == "mounted"
+    status = pool.status()
+    assert status["pool"]["state"] == "mounted"
+    holder = status["holder"]
+    assert (holder["path"], holder["pid"], holder["alive"]) == (str(pool.socket), pool.holder.pid, True)
+    assert holder["takeovers"] == 3
+    assert 0 <= holder["journal"]["used"] < holder["journal"]["size"] and holder["journal"]["lost"] == 0
 
 
 def meanwhile(pool: HeldPool, before: Callable[[], object], after: Callable[[object], object]) -> Callable[[], object]:
@@ -292,6 +297,7 @@ def test_a_holder_that_dies_is_told_of_and_the_mount_goes_on(pool: HeldPool) -> 
     pid = pool.pid()
     pool.holder.kill()
     wait_until(lambda: f"(pid {pool.holder.pid}) has ended" in pool.log_tail(), "a line on the holder's end")
+    assert pool.status()["holder"]["alive"] is False
     (pool.mount / "a").write_bytes(b"served")
     assert (pool.mount / "a").read_bytes() == b"served"
     os.kill(pid, signal.SIGTERM)  # nobody keeps the mount: it ends

@@ -187,6 +187,12 @@ def test_a_mount_goes_from_a_daemon_that_ended_to_the_next(
     played.clock.now += 1.5
     answer, count = played.ask(second, op="claim", **P)
     assert (answer["state"], answer["roles"], answer["idle_ms"], count) == ("0102", [FUSE, WRITTEN], 1500, 2)
+    assert answer["takeovers"] == 1
+    # A daemon that puts its own, as one that found no journal does, begins no other count.
+    played.ask(second, fds, op="put", state="03", roles=[FUSE, WRITTEN])
+    second.close()
+    played.holder.turn(0)
+    assert played.ask(played.connect(), op="claim", **P)[0]["takeovers"] == 2
     assert not played.holder._is_done()
 
 

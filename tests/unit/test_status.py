@@ -13,6 +13,7 @@ from kvfs.status.change import difference
 from kvfs.status.legend import LEGENDS
 from kvfs.status.overview import render_overview
 from kvfs.status.text import render_stats, render_stats_header, render_stats_line, render_status
+from kvfs.status.top import _head
 from kvfs.units import counted, percentile_ns, size_text, told_size
 
 BUCKETS = [0] * 40
@@ -75,6 +76,15 @@ def document(**changes: object) -> dict[str, object]:
         "latency": {"lookup": latency(b14=1000), "read": latency(b17=90, b20=10)},
     }
     return {**base, **changes}
+
+
+HOLDER = {
+    "path": "/run/hold.sock",
+    "pid": 77,
+    "alive": True,
+    "takeovers": 3,
+    "journal": {"size": 64 << 20, "used": 3 << 10, "lost": 0, "unanswered": 2},
+}
 
 
 def test_percentiles_lie_inside_their_bucket() -> None:
@@ -152,7 +162,7 @@ def test_every_word_of_a_watching_verb_that_is_explained_is_one_that_it_prints()
     for verb, words in LEGENDS.items():
         for word, text in words:
             assert word in helps[verb] and " ".join(text.split()[:3]) in helps[verb]
-    shown = render_status(document(users=[{"name": "eve", "evicted_open": 3}], share=1 << 20))
+    shown = render_status(document(users=[{"name": "eve", "evicted_open": 3}], share=1 << 20, holder=HOLDER))
     columns = [word for words, _ in LEGENDS["status"] for word in words.split(", ")]
     assert [word for word in columns if word not in shown and word != "segments"] == []
 
@@ -162,6 +172,45 @@ def test_every_word_of_a_watching_verb_that_is_explained_is_one_that_it_prints()
 )
 def test_counts_are_short(count: float, text: str) -> None:
     assert numbers.count_text(count) == text
+
+
+def test_the_holder_and_its_journal_are_shown() -> None:
+    line = "by /run/hold.sock (pid 77), taken over 3 times; journal 3.00K of 64.00M, unanswered 2"
+    shown = document(holder=HOLDER, memory={"staging_size": 1 << 30, "limit": 4 << 30}, rings="threads")
+    text = render_status(shown)
+    assert f"  held: {line}\n" in text and " rings: threads\n" in text and "cgroup's limit 4.00G" in text
+    assert "advice: nothing to do" in text
+    head = _head(difference(shown, None), 1.0)
+    assert f"held {line}" in head
+    assert any("cgroup's limit 4.00G; I/O by threads" in row for row in head)
+    assert "held" not in render_status(document())
+    assert not any(row.startswith("held") for row in _head(difference(document(), None), 1.0))
+    older = render_status(document(holder={**HOLDER, "journal": None}))
+    assert "taken over 3 times\n" in older
+
+
+def test_a_holder_that_ended_and_a_journal_that_lost_changes_are_told_of() -> None:
+    broken = document(holder={**HOLDER, "alive": False, "journal": {"size": 65536, "used": 65536, "lost": 1}})
+    text = render_status(broken)
+    assert "(pid 77, which has ended)" in text and "unanswered 0, lost 1" in text
+    assert "advice: the holder at /run/hold.sock has ended: the mount ends with this daemon" in text
+    assert "the journal of names had no room for 1 change: a kill" in text
+
+
+def test_the_holder_has_metrics() -> None:
+    pytest.importorskip("prometheus_client", reason="the package prometheus-client is not installed")
+    shown = prometheus.render([document(holder=HOLDER, memory={"limit": 4 << 30})]).decode()
+    for line in (
+        'kvfs_holder_up{pool="/srv/pool"} 1.0',
+        'kvfs_holder_takeovers_total{pool="/srv/pool"} 3.0',
+        'kvfs_journal_size_bytes{pool="/srv/pool"} 6.7108864e+07',
+        'kvfs_journal_used_bytes{pool="/srv/pool"} 3072.0',
+        'kvfs_journal_unanswered{pool="/srv/pool"} 2.0',
+        'kvfs_journal_lost_total{pool="/srv/pool"} 0.0',
+        'kvfs_memory_limit_bytes{pool="/srv/pool"} 4.294967296e+09',
+    ):
+        assert f"{line}\n" in shown
+    assert "kvfs_holder" not in prometheus.render([document()]).decode()
 
 
 def test_status_names_pool_devices_use_and_hits() -> None:
