@@ -1,6 +1,8 @@
-/* Memory of another process (memfd_create(2)), mapped to be read: of a kind that its maker cannot make smaller. */
+/* Memory that processes share (memfd_create(2)): of a kind that nobody can make smaller. Mapped, or made. */
 #ifndef KVFS_SEALED_MEMORY_H
 #define KVFS_SEALED_MEMORY_H
+
+#include "base/descriptor.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -8,6 +10,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include "kvfs_format.h"
 
@@ -32,6 +35,21 @@ static inline int sealed_make(int fd) {
     int seals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_FUTURE_WRITE | F_SEAL_SEAL;
 
     return fchmod(fd, 0444) < 0 || fcntl(fd, F_ADD_SEALS, seals) < 0 ? -errno : 0;
+}
+
+/* Memory of a fixed size that begins with a header, for processes that write it in turn. Its descriptor, or -errno. */
+static inline int sealed_create(const char *name, uint64_t size, const void *header, size_t header_size) {
+    int fd = descriptor_above(memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING)), r = fd < 0 ? -errno : 0;
+
+    if (r == 0 && ftruncate(fd, (off_t)size) < 0)
+        r = -errno;
+    if (r == 0 && pwrite(fd, header, header_size, 0) != (ssize_t)header_size)
+        r = -EIO;
+    if (r == 0 && fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) < 0)
+        r = -errno;
+    if (r < 0 && fd >= 0)
+        close(fd);
+    return r < 0 ? r : fd;
 }
 
 /* Copy the begin of its first page. 0 or -errno. */

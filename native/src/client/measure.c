@@ -1,6 +1,7 @@
 /* kvfs_measure.h: threads that begin at once, each with memory of its own. A kind is three functions and, if it has places, what readies them. */
 #include "base/descriptor.h"
 #include "client/client.h"
+#include "client/transfer.h"
 #include "kvfs_measure.h"
 
 #include <fcntl.h>
@@ -75,19 +76,6 @@ static uint32_t name_of(const struct kvfs_measure *measure, uint64_t block, char
 }
 
 /* ---- raw: files and devices ---- */
-
-/* All of it, or -errno; -EIO: the file is shorter. */
-static int transfer(int file, unsigned char *data, uint64_t size, uint64_t offset, bool writing) {
-    for (uint64_t at = 0; at < size;) {
-        ssize_t n = writing ? pwrite(file, data + at, size - at, (off_t)(offset + at)) : pread(file, data + at, size - at, (off_t)(offset + at));
-        if (n < 0 && errno == EINTR)
-            continue;
-        if (n <= 0)
-            return n ? -errno : -EIO;
-        at += (uint64_t)n;
-    }
-    return 0;
-}
 
 static int raw(struct worker *worker, uint64_t block, bool writing) {
     const struct kvfs_measure *measure = worker->run->measure;

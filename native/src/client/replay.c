@@ -3,6 +3,7 @@
  */
 #include "base/descriptor.h"
 #include "base/base.h"
+#include "client/transfer.h"
 #include "kvfs_replay.h"
 
 #include <assert.h>
@@ -236,19 +237,6 @@ static bool file_exists(struct run *run, uint32_t block) {
     return !faccessat(run->replay->directory, name, F_OK, 0);
 }
 
-/* All of it, or -errno; -EIO: the file is shorter. */
-static int transfer(int file, unsigned char *data, uint64_t size, bool writing) {
-    for (uint64_t at = 0; at < size;) {
-        ssize_t n = writing ? pwrite(file, data + at, size - at, (off_t)at) : pread(file, data + at, size - at, (off_t)at);
-        if (n < 0 && errno == EINTR)
-            continue;
-        if (n <= 0)
-            return n ? -errno : -EIO;
-        at += (uint64_t)n;
-    }
-    return 0;
-}
-
 static void loaded_badly(struct serving *serving, uint32_t block, int error) {
     struct run *run = serving->run;
     if (error == ENOENT) {
@@ -267,7 +255,7 @@ static bool file_load(struct serving *serving, uint32_t block, unsigned char *da
     char name[NAME_SIZE];
     name_of(replay->hashes[block], name);
     int file = descriptor_above(openat(replay->directory, name, O_RDONLY | O_CLOEXEC | (replay->flags & KVFS_REPLAY_BUFFERED ? 0 : O_DIRECT)));
-    int result = file < 0 ? -errno : transfer(file, data, replay->block_size, false);
+    int result = file < 0 ? -errno : transfer(file, data, replay->block_size, 0, false);
     if (!result && replay->flags & KVFS_REPLAY_TOUCH) {
         const struct timespec times[2] = {{.tv_nsec = UTIME_NOW}, {.tv_nsec = UTIME_OMIT}};
         futimens(file, times); /* a hint, as engines treat it */
@@ -298,7 +286,7 @@ static int file_write(struct run *run, uint64_t hash, const char *name, unsigned
     }
     if (file < 0)
         return -errno;
-    int result = transfer(file, data, replay->block_size, true);
+    int result = transfer(file, data, replay->block_size, 0, true);
     if (close(file) && !result)
         result = -errno;
     if (!result && renameat(replay->directory, temporary, replay->directory, name))

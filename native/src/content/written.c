@@ -5,7 +5,6 @@
  * long as the list does, since the earlier handles may, too.
  *
  * A page with a header, then a place of 8 bytes for each inode: its number, or 0. Each is changed by one store. */
-#include "base/descriptor.h"
 #include "base/sealed_memory.h"
 #include "content/content.h"
 
@@ -30,16 +29,7 @@ struct written {
 
 int kvfs_written_make(void) {
     struct written_header header = {.magic = WRITTEN_MAGIC, .version = WRITTEN_VERSION, .places = WRITTEN_PLACES};
-    int fd = descriptor_above(memfd_create("kvfs-written", MFD_CLOEXEC | MFD_ALLOW_SEALING)), r = fd < 0 ? -errno : 0;
-    if (r == 0 && ftruncate(fd, WRITTEN_SIZE) < 0)
-        r = -errno;
-    if (r == 0 && pwrite(fd, &header, sizeof(header), 0) != sizeof(header))
-        r = -EIO;
-    if (r == 0 && fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) < 0)
-        r = -errno;
-    if (r < 0 && fd >= 0)
-        close(fd);
-    return r < 0 ? r : fd;
+    return sealed_create("kvfs-written", WRITTEN_SIZE, &header, sizeof(header));
 }
 
 static int by_number(const void *a, const void *b) {

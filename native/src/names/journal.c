@@ -1,6 +1,5 @@
 /* The journal of names (journal_layout.h): a ring of entries in memory that another process keeps. Its bytes stay when this process is killed, in the
  * order of its stores. So the tail alone says which entries count. Checksums are for a journal that another has damaged. */
-#include "base/descriptor.h"
 #include "names/journal.h"
 
 #include <fcntl.h>
@@ -232,16 +231,7 @@ int kvfs_journal_make(uint64_t size) {
         if (getrandom(&header.id, sizeof(header.id), 0) != sizeof(header.id))
             return -EIO;
     header.checksum = kvfs_checksum(&header, offsetof(struct journal_header, checksum), 0);
-    int fd = descriptor_above(memfd_create("kvfs-journal", MFD_CLOEXEC | MFD_ALLOW_SEALING)), r = fd < 0 ? -errno : 0;
-    if (r == 0 && ftruncate(fd, (off_t)size) < 0)
-        r = -errno;
-    if (r == 0 && pwrite(fd, &header, sizeof(header), 0) != sizeof(header))
-        r = -EIO;
-    if (r == 0 && fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) < 0)
-        r = -errno;
-    if (r < 0 && fd >= 0)
-        close(fd);
-    return r < 0 ? r : fd;
+    return sealed_create("kvfs-journal", size, &header, sizeof(header));
 }
 
 /* Map a journal, and take its header's word for nothing. 0 or -errno. */
