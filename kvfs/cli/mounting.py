@@ -63,8 +63,9 @@ def add_mount(verbs: Verbs) -> None:
     )
     sub.add_argument(
         "--hold",
-        metavar="SOCKET",
-        help="have kvfs hold, which listens there, keep the mount for the next daemon (default: nobody does)",
+        metavar="SOCKET|systemd",
+        help="have kvfs hold, which listens there, or the service manager, by its descriptor store, keep the mount for "
+        "the next daemon (default: nobody does)",
     )
     settings.configurable(sub)
 
@@ -88,9 +89,16 @@ def _mount(args: argparse.Namespace) -> int:
             options=tuple(option for option in args.options.split(",") if option),
             request_timeout_s=args.request_timeout,
             native_in=tuple(parse_directory(text) for text in args.native_in),
-            hold=None if args.hold is None else Path(os.path.abspath(args.hold)),
+            hold=_holder(args.hold),
         ),
     )
+
+
+def _holder(text: str | None) -> Path | None:
+    """The word `systemd` stays as it is; a socket has its whole path."""
+    from kvfs.hold.service import SYSTEMD
+
+    return None if text is None else SYSTEMD if text == str(SYSTEMD) else Path(os.path.abspath(text))
 
 
 def add_export(verbs: Verbs) -> None:

@@ -199,6 +199,9 @@ class Daemon:
                     # The start has failed: the mount point is left as it was found.
                     with suppress(KvfsError):
                         mounting.unmount(self._mountpoint, lazy=True)
+                ended = self._gone.is_set() and not self._leaves if self._ready else self._mounted
+                if self._holding is not None and ended:
+                    self._holding.drop()
             await clients.close()
             nursery.cancel_scope.cancel()
 

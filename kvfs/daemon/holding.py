@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import trio
@@ -15,8 +16,10 @@ from kvfs.daemon.options import MountOptions
 from kvfs.errors import KvfsError
 from kvfs.frontend import mount as mounting
 from kvfs.held import HeldMount, written_make
+from kvfs.hold import service
 from kvfs.hold.claim import Claim, claim
-from kvfs.hold.words import connection_of
+from kvfs.hold.service import SYSTEMD
+from kvfs.hold.words import HoldError, connection_of
 from kvfs.pool.owner import Life, process_life
 
 # One logger name for the whole room: it is in every line of the log.
@@ -35,9 +38,8 @@ class Holding:
         self.mountpoint, self._claim, self.alive = mountpoint, claimed, True
         left = claimed.left
         self.taken = left is not None
-        # An older kvfs may have left no journal.
-        self._new = left is None or left.journal is None
         self._written = written_make() if left is None else os.dup(left.written)
+        # An older kvfs may have left no journal.
         self.journal = journal.make() if left is None or left.journal is None else os.dup(left.journal)
 
     @property
@@ -66,13 +68,13 @@ class Holding:
         assert left is not None
         fds, left.fuse = left.fuse, []
         mount.take(fds, left.state)
-        log.info("%s: taken over from pid %d; it had no daemon for %.2f s", self.mountpoint, left.pid, left.idle_s)
+        idle = "" if left.idle_s is None else f"; it had no daemon for {left.idle_s:.2f} s"
+        log.info("%s: taken over from pid %d%s", self.mountpoint, left.pid, idle)
 
     def keep(self, mount: HeldMount) -> None:
         """Have the holder keep the mount, once it is served. HoldError."""
-        if self._new:
-            fds, state = mount.state()
-            self._claim.put(state, fds, self._written, self.journal)
+        (fds, state), left = mount.state(), self._claim.left
+        self._claim.put(state if left is None else left.state, fds, self._written, self.journal)
         log.info("%s: kept by the holder, pid %d, at %s", self.mountpoint, self.pid, self._claim.path)
         for name in _KERNEL_LIMITS:
             if (limit := _setting(name)) > 0:
@@ -87,6 +89,12 @@ class Holding:
             "unmount, start kvfs hold, and mount again when it suits",
             self._claim.path, self.pid,
         )  # fmt: skip
+
+    def drop(self) -> None:
+        """The mount ends with this daemon: also where somebody keeps it who would wait for the next one."""
+        if self.alive:
+            with suppress(HoldError):  # an older holder knows no such word
+                self._claim.drop()
 
     def close(self) -> None:
         """The end of this process's claim."""
@@ -108,7 +116,10 @@ def hold(options: MountOptions) -> Holding | None:
     if options.hold is None or options.mountpoint is None:
         return None
     pool, mountpoint = mounting.resolve(options.pool), mounting.resolve(options.mountpoint)
-    claimed = claim(options.hold, pool, mountpoint, _is_going)
+    if options.hold == SYSTEMD:
+        claimed: Claim = service.claim(pool, mountpoint)
+    else:
+        claimed = claim(options.hold, pool, mountpoint, _is_going)
     try:
         if claimed.left is not None:
             _check_mount(pool, mountpoint, claimed.left.fuse[0])

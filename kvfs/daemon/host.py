@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import resource
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,6 +12,8 @@ from pathlib import Path
 import trio
 
 from kvfs.frontend.asking import PID_NAME
+from kvfs.hold.service import notify
+from kvfs.hold.words import HoldError
 from kvfs.pool.directory import open_own
 
 # One logger name for the whole room: it is in every line of the log.
@@ -91,9 +92,5 @@ class Look:
 
 def notify_manager(state: str) -> None:
     """Tell systemd, if it has started us with Type=notify (sd_notify(3))."""
-    path = os.environ.get("NOTIFY_SOCKET", "")
-    if not path.startswith(("/", "@")):
-        return
-    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
-        sender.connect(path.replace("@", "\0", 1) if path[0] == "@" else path)
-        sender.send(state.encode())
+    with suppress(HoldError):
+        notify(state)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvfs.cgroup import DAEMON_SIZE, LEAST, PART_MIN, machine_memory, memory_limit
 from kvfs.errors import KvfsError, UsageError
+from kvfs.hold.service import SYSTEMD
 from kvfs.store.opening import StoreOptions
 from kvfs.units import told_size
 from kvfs.virtiofs.exports import Export
@@ -45,7 +46,7 @@ class MountOptions:
     metrics: tuple[str, int] | None = None
     # Directories, by their parts, where native clients are let in that have the mount alone.
     native_in: tuple[tuple[bytes, ...], ...] = ()
-    # The socket of a holder, which keeps the mount for the next daemon.
+    # The keeper of the mount for the next daemon: a holder's socket, or SYSTEMD.
     hold: Path | None = None
 
     @property
@@ -86,8 +87,11 @@ def check_hold(options: MountOptions) -> None:
     if options.request_timeout_s is not None:
         raise UsageError(
             f"--request-timeout {options.request_timeout_s}: the kernel would end the mount while no daemon serves it; "
-            "leave it out with --hold (kvfs hold --timeout ends a mount that no daemon comes for)"
+            "leave it out with --hold (kvfs hold --timeout, or a unit's StartLimitBurst=, ends a mount that no daemon "
+            "comes for)"
         )
+    if options.hold == SYSTEMD and not options.foreground:
+        raise UsageError("--hold systemd: needs --foreground, as the main process of a unit with Type=notify")
     if kernel_version(platform.release()) < HOLD_KERNEL:
         raise UsageError(f"--hold {options.hold}: Linux 6.9 or newer can do that; this is {platform.release()}")
 

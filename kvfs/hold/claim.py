@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from kvfs.hold.words import (
     JOURNAL,
     WRITTEN,
     HoldError,
+    Words,
     close_all,
     peer,
     receive,
@@ -40,7 +42,7 @@ class Left:
     fuse: list[int]
     written: int
     journal: int | None
-    idle_s: float
+    idle_s: float | None  # unknown of systemd
     pid: int
     takeovers: int = 0  # with this one; 0: an older holder counts none
 
@@ -48,28 +50,51 @@ class Left:
         close_all([*self.fuse, self.written, *([] if self.journal is None else [self.journal])])
 
 
-class Claim:
-    """A mount that this process serves, as the holder knows it. It lasts until close(), or the end of this process."""
+class Claim(ABC):
+    """A mount that this process serves, as a holder knows it. It lasts until close(), or the end of this process."""
 
-    def __init__(self, path: Path, sock: socket.socket, left: Left | None) -> None:
-        self.path, self._sock, self.left = path, sock, left
-        self.pid = peer(sock)[0]
+    def __init__(self, path: Path, pid: int, left: Left | None) -> None:
+        """path: --hold's. pid: the holder's."""
+        self.path, self.pid, self.left = path, pid, left
 
+    @abstractmethod
     def fileno(self) -> int:
-        """Readable once the holder has ended: it says nothing unasked."""
-        return self._sock.fileno()
+        """Readable once the holder has ended, or keeps nothing any more."""
 
-    def put(self, state: bytes, fuse: Sequence[int], written: int, journal: int | None) -> None:
+    @abstractmethod
+    def put(self, state: bytes, fuse: Sequence[int], written: int, journal: int) -> None:
         """Have the holder keep these for the next daemon. HoldError."""
-        roles = [FUSE] * len(fuse) + [WRITTEN] + [JOURNAL] * (journal is not None)
-        fds = [*fuse, written, *([] if journal is None else [journal])]
-        _ask(self.path, self._sock, {"op": "put", "state": state.hex(), "roles": roles}, fds)
+
+    @abstractmethod
+    def drop(self) -> None:
+        """The mount has ended: the holder keeps nothing of it any more. HoldError."""
 
     def close(self) -> None:
-        self._sock.close()
         if self.left is not None:
             self.left.close()
             self.left = None
+
+
+class SocketClaim(Claim):
+    """At a holder that listens on a socket. It says nothing unasked."""
+
+    def __init__(self, path: Path, sock: socket.socket, left: Left | None) -> None:
+        super().__init__(path, peer(sock)[0], left)
+        self._sock = sock
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def put(self, state: bytes, fuse: Sequence[int], written: int, journal: int) -> None:
+        words: dict[str, object] = {"op": "put", "state": state.hex(), "roles": [*[FUSE] * len(fuse), WRITTEN, JOURNAL]}
+        _ask(self.path, self._sock, words, [*fuse, written, journal])
+
+    def drop(self) -> None:
+        _ask(self.path, self._sock, {"op": "drop"})
+
+    def close(self) -> None:
+        self._sock.close()
+        super().close()
 
 
 def connect(path: Path) -> socket.socket:
@@ -92,7 +117,7 @@ def connect(path: Path) -> socket.socket:
     return sock
 
 
-def claim(path: Path, pool: str, mountpoint: str, going: Callable[[int], bool]) -> Claim:
+def claim(path: Path, pool: str, mountpoint: str, going: Callable[[int], bool]) -> SocketClaim:
     """Claim a mount. HoldError, also if another process has it, unless that one has ended within GOING_S. `going`:
     whether the process with this number is about to end."""
     until = time.monotonic() + GOING_S
@@ -100,7 +125,7 @@ def claim(path: Path, pool: str, mountpoint: str, going: Callable[[int], bool]) 
         sock = connect(path)
         try:
             words, fds = _ask(path, sock, {"op": "claim", "pool": pool, "mountpoint": mountpoint})
-            return Claim(path, sock, _left(path, words, fds))
+            return SocketClaim(path, sock, _left(path, words, fds))
         except _RefusedError as error:
             sock.close()
             if time.monotonic() > until or error.pid is None or not going(error.pid):
@@ -137,20 +162,25 @@ def _ask(
     return answer, received
 
 
-def _left(path: Path, words: dict[str, object], fds: list[int]) -> Left | None:
+def _left(path: Path, words: Words, fds: list[int]) -> Left | None:
     try:
-        roles = roles_of(words, fds)
-        if not roles:
-            return None
-        by_role = {role: [fd for fd, each in zip(fds, roles, strict=True) if each == role] for role in roles}
-        idle_ms, pid, takeovers = words.get("idle_ms"), words.get("last_pid"), words.get("takeovers")
-        journal = by_role.get(JOURNAL)
-        return Left(
-            state_of(words), by_role[FUSE], by_role[WRITTEN][0], journal[0] if journal else None,
-            idle_ms / 1000 if isinstance(idle_ms, int) else 0.0, pid if isinstance(pid, int) else 0,
-            takeovers if isinstance(takeovers, int) else 0,
-        )  # fmt: skip
+        return left_of(words, fds)
     except HoldError as error:
         with suppress(OSError):
             close_all(fds)
         raise HoldError(f"--hold {path}: {error}") from error
+
+
+def left_of(words: Words, fds: Sequence[int]) -> Left | None:
+    """The mount that was left, by its words; None: there is none. HoldError."""
+    roles = roles_of(words, fds)
+    if not roles:
+        return None
+    by_role = {role: [fd for fd, each in zip(fds, roles, strict=True) if each == role] for role in roles}
+    idle_ms, pid, takeovers = words.get("idle_ms"), words.get("last_pid"), words.get("takeovers")
+    journal = by_role.get(JOURNAL)
+    return Left(
+        state_of(words), by_role[FUSE], by_role[WRITTEN][0], journal[0] if journal else None,
+        idle_ms / 1000 if isinstance(idle_ms, int) else None, pid if isinstance(pid, int) else 0,
+        takeovers if isinstance(takeovers, int) else 0,
+    )  # fmt: skip

@@ -25,6 +25,7 @@ from kvfs.hold.words import (
     HoldError,
     Words,
     close_all,
+    is_alive,
     peer,
     receive,
     roles_of,
@@ -67,10 +68,8 @@ class Held:
     alone_since: float | None = None
 
     def is_alive(self) -> bool:
-        """Whether it is still mounted: the kernel says EPOLLERR of /dev/fuse else."""
-        poller = select.poll()
-        poller.register(self.fds[self.roles.index(FUSE)], 0)
-        return not poller.poll(0)
+        """Whether it is still mounted."""
+        return is_alive(self.fds[self.roles.index(FUSE)])
 
 
 class Holder:
@@ -157,6 +156,10 @@ class Holder:
             raise HoldError(f"{len(fds)} descriptors with {printable(repr(op))}")
         if op == "claim" and connection.claims is None:
             self._claim(connection, (text_of(words, "pool"), text_of(words, "mountpoint")))
+        elif op == "drop" and connection.claims is not None:
+            if connection.claims in self._mounts:
+                self._drop(connection.claims, "its daemon has ended it")
+            send(connection.sock, {})
         elif op == "list":
             send(connection.sock, {"mounts": self._list()})
         else:

@@ -9,6 +9,8 @@ answer is a text for people. Roles name the descriptors of a packet, in their or
         {"v": 1, "error": TEXT, "pid": N}                      that process has it
     {"v": 1, "op": "put", "state": HEX, "roles": [...]}   keep these instead of what you have; of the mount claimed
         {"v": 1}
+    {"v": 1, "op": "drop"}                                the mount claimed has ended
+        {"v": 1}
     {"v": 1, "op": "list"}
         {"v": 1, "mounts": [{"pool": P, "mountpoint": M, "descriptors": N, "pid": N or null}]}
 """
@@ -18,6 +20,7 @@ from __future__ import annotations
 import array
 import json
 import os
+import select
 import socket
 import stat
 import struct
@@ -137,6 +140,13 @@ def connection_of(fd: int) -> str | None:
             if name == "fuse_connection":
                 return value.strip()
     return None
+
+
+def is_alive(fuse: int) -> bool:
+    """Whether the mount of a /dev/fuse is still there: the kernel says EPOLLERR else."""
+    poller = select.poll()
+    poller.register(fuse, 0)
+    return not poller.poll(0)
 
 
 def peer(sock: socket.socket) -> tuple[int, int]:

@@ -43,7 +43,7 @@ def holder_advice(status: Json) -> list[str]:
     found = []
     if holder and not holder.get("alive"):
         found.append(
-            f"the holder at {holder.get('path')} has ended: the mount ends with this daemon; "
+            f"the holder, {holder.get('path')}, has ended: the mount ends with this daemon; "
             "unmount, start the holder, and mount again when it suits"
         )
     if lost := number(section(holder, "journal"), "lost"):

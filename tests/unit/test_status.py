@@ -193,7 +193,7 @@ def test_a_holder_that_ended_and_a_journal_that_lost_changes_are_told_of() -> No
     broken = document(holder={**HOLDER, "alive": False, "journal": {"size": 65536, "used": 65536, "lost": 1}})
     text = render_status(broken)
     assert "(pid 77, which has ended)" in text and "unanswered 0, lost 1" in text
-    assert "advice: the holder at /run/hold.sock has ended: the mount ends with this daemon" in text
+    assert "advice: the holder, /run/hold.sock, has ended: the mount ends with this daemon" in text
     assert "the journal of names had no room for 1 change: a kill" in text
 
 
