@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,11 +12,14 @@ from kvfs._native import ffi, lib
 from kvfs.errors import KvfsError
 
 _WHY = {
-    errno.EPROTONOSUPPORT: "another version of kvfs left it, which this one does not understand",
+    errno.EPROTONOSUPPORT: "another build of kvfs left it, which this one does not understand: start that build",
     errno.EBADMSG: "its list of the inodes that are open for writing is none",
     errno.EINVAL: "its numbers cannot be; or this kernel (before Linux 6.9) does not send requests again",
     errno.EOPNOTSUPP: "Linux 6.9 is needed; or it was mounted without exports, and this daemon has some",
 }
+
+
+_NUMBER, _HEAD = struct.Struct("=I"), struct.Struct("=QI")
 
 
 class HeldMount:
@@ -47,6 +51,30 @@ class HeldMount:
     def leave(self, timeout_ms: int) -> None:
         """Answer what is under way, and end the transport; the mount waits for the next daemon."""
         lib.kvfs_fuse_leave(self._plane, timeout_ms)
+
+
+def check_versions(mountpoint: str, state: bytes, written: int, journal: int | None) -> None:
+    """KvfsError if an earlier daemon left anything of a version that this build does not know. Before anything is
+    changed: the mount then waits for the right build, which takes it over with its journal."""
+    parts = [
+        ("an answer to INIT", _NUMBER.unpack_from(state)[0] if len(state) >= _NUMBER.size else 0,
+         lib.KVFS_HELD_VERSION),
+        ("a list of written inodes", _version_of(written), lib.KVFS_WRITTEN_VERSION),
+    ]  # fmt: skip
+    if journal is not None:
+        parts.append(("a journal of names", _version_of(journal), lib.KVFS_JOURNAL_VERSION))
+    for what, found, known in parts:
+        if found != known:
+            raise KvfsError(
+                f"{mountpoint}: the mount that is held has {what} of version {found}, and this build knows version "
+                f"{known}: start the build that left it, which takes it over, or end the mount with kvfs umount"
+            )
+
+
+def _version_of(fd: int) -> int:
+    """Of memory that begins with a magic number and a version; 0: it is too short for that."""
+    head = os.pread(fd, _HEAD.size, 0)
+    return int(_HEAD.unpack(head)[1]) if len(head) == _HEAD.size else 0
 
 
 def written_make() -> int:

@@ -90,7 +90,9 @@ async def serve(
         foreign = None if podmap is None else ForeignNames(store, podmap)
         namespace = Namespace(store, foreign)
         daemon.join(store, foreign)
-        clients = Clients(store, namespace, feed_size(), daemon.others, read_only=options.read_only)
+        clients = Clients(
+            store, namespace, feed_size(), daemon.others, read_only=options.read_only, outlived=daemon.is_held
+        )
         control = ControlServer(options.pool, daemon.commands(), clients.serve)
         with pid_file(options.pool), closing(control), closing(Exports(options.exports, store.plane)) as exports:
             # From here on pyfuse3 closes the session's end of the socket.
@@ -202,7 +204,7 @@ class Daemon:
                 ended = self._gone.is_set() and not self._leaves if self._ready else self._mounted
                 if self._holding is not None and ended:
                     self._holding.drop()
-            await clients.close()
+            await clients.close(stays=self._leaves)
             nursery.cancel_scope.cancel()
 
     async def _start(self, nursery: trio.Nursery, control: ControlServer, reporter: Reporter) -> None:
@@ -322,10 +324,14 @@ class Daemon:
         if hasattr(self, "_clients"):
             self._clients.hang_up()
 
+    def is_held(self) -> bool:
+        """Whether another process keeps the mount for the next daemon."""
+        return self._holding is not None and self._holding.alive
+
     @property
     def _leaves(self) -> bool:
         """Whether the mount outlives this daemon: a signal ended it, and another process keeps the mount."""
-        return self._holding is not None and self._holding.alive and self.hearing.ended_by is not None
+        return self.is_held() and self.hearing.ended_by is not None
 
     async def _end_on_stop(self) -> None:
         await self._stop.wait()

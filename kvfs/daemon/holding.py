@@ -15,7 +15,7 @@ from kvfs import journal
 from kvfs.daemon.options import MountOptions
 from kvfs.errors import KvfsError
 from kvfs.frontend import mount as mounting
-from kvfs.held import HeldMount, written_make
+from kvfs.held import HeldMount, check_versions, written_make
 from kvfs.hold import service
 from kvfs.hold.claim import Claim, claim
 from kvfs.hold.service import SYSTEMD
@@ -123,6 +123,7 @@ def hold(options: MountOptions) -> Holding | None:
     try:
         if claimed.left is not None:
             _check_mount(pool, mountpoint, claimed.left.fuse[0])
+            check_versions(mountpoint, claimed.left.state, claimed.left.written, claimed.left.journal)
         return Holding(mountpoint, claimed)
     except BaseException:
         claimed.close()

@@ -94,12 +94,14 @@ class _Handing:
 
 class Clients:
     """All native clients of a mounted pool. feed_size: bytes of the feed of changes, once somebody subscribes.
-    others: the other nodes of a pod. read_only: the pool is mounted so, and no client may write."""
+    others: the other nodes of a pod. read_only: the pool is mounted so, and no client may write. outlived: whether a
+    next daemon goes on with this mount, so that clients wait for it."""
 
     def __init__(
         self, store: Store, namespace: Namespace, feed_size: int = FEED_SIZE, others: OtherNodes | None = None, *,
-        read_only: bool = False,
+        read_only: bool = False, outlived: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
+        self.outlived = outlived
         self._store, self._namespace, self._feed_size = store, namespace, feed_size
         self.read_only = read_only
         self._connections: set[_Connection] = set()
@@ -150,9 +152,13 @@ class Clients:
             return
         await connection.run()
 
-    async def close(self) -> None:
-        """The pool was unmounted: tell the clients, and hang up. No new client is served afterwards."""
+    async def close(self, *, stays: bool = False) -> None:
+        """The pool was unmounted: tell the clients, and hang up. If the mount stays for the next daemon they are told
+        nothing, and wait for that. No new client is served afterwards."""
         self._ending = True
+        if stays:
+            self.hang_up()
+            return
         async with trio.open_nursery() as nursery:
             for connection in list(self._connections):
                 nursery.start_soon(connection.close)
@@ -371,7 +377,7 @@ class _Connection:
         head = wire.WELCOME.pack(
             self.version, self._writable, config.uuid.bytes, store.epoch, config.secret, config.geometry.zone_size,
             config.geometry.stripe_unit, config.geometry.stripe_width, len(store.segments.members),
-            len(config.devices), RESERVATION_MS, store.plane.pod is not None, 0,
+            len(config.devices), RESERVATION_MS, store.plane.pod is not None, self._clients.outlived(),
         )  # fmt: skip
         layout = self._clients.layout()
         # The client's half is connection_fill().

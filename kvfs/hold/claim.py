@@ -16,6 +16,7 @@ from kvfs.errors import printable
 from kvfs.hold.words import (
     FUSE,
     JOURNAL,
+    VERSION,
     WRITTEN,
     HoldError,
     Words,
@@ -26,6 +27,7 @@ from kvfs.hold.words import (
     send,
     state_of,
     trusted,
+    version_of,
 )
 
 ANSWER_TIMEOUT_S = 10.0
@@ -78,19 +80,19 @@ class Claim(ABC):
 class SocketClaim(Claim):
     """At a holder that listens on a socket. It says nothing unasked."""
 
-    def __init__(self, path: Path, sock: socket.socket, left: Left | None) -> None:
+    def __init__(self, path: Path, sock: socket.socket, left: Left | None, version: int) -> None:
         super().__init__(path, peer(sock)[0], left)
-        self._sock = sock
+        self._sock, self.version = sock, version
 
     def fileno(self) -> int:
         return self._sock.fileno()
 
     def put(self, state: bytes, fuse: Sequence[int], written: int, journal: int) -> None:
         words: dict[str, object] = {"op": "put", "state": state.hex(), "roles": [*[FUSE] * len(fuse), WRITTEN, JOURNAL]}
-        _ask(self.path, self._sock, words, [*fuse, written, journal])
+        _ask(self.path, self._sock, words, self.version, [*fuse, written, journal])
 
     def drop(self) -> None:
-        _ask(self.path, self._sock, {"op": "drop"})
+        _ask(self.path, self._sock, {"op": "drop"}, self.version)
 
     def close(self) -> None:
         self._sock.close()
@@ -120,14 +122,17 @@ def connect(path: Path) -> socket.socket:
 def claim(path: Path, pool: str, mountpoint: str, going: Callable[[int], bool]) -> SocketClaim:
     """Claim a mount. HoldError, also if another process has it, unless that one has ended within GOING_S. `going`:
     whether the process with this number is about to end."""
-    until = time.monotonic() + GOING_S
+    until, version = time.monotonic() + GOING_S, VERSION
     while True:
         sock = connect(path)
         try:
-            words, fds = _ask(path, sock, {"op": "claim", "pool": pool, "mountpoint": mountpoint})
-            return SocketClaim(path, sock, _left(path, words, fds))
+            words, fds = _ask(path, sock, {"op": "claim", "pool": pool, "mountpoint": mountpoint}, version)
+            return SocketClaim(path, sock, _left(path, words, fds), version)
         except _RefusedError as error:
             sock.close()
+            if error.version < version:  # an older holder
+                version = error.version
+                continue
             if time.monotonic() > until or error.pid is None or not going(error.pid):
                 raise HoldError(str(error)) from None
             time.sleep(_AGAIN_S)
@@ -137,16 +142,17 @@ def claim(path: Path, pool: str, mountpoint: str, going: Callable[[int], bool]) 
 
 
 class _RefusedError(HoldError):
-    """The holder's own error."""
+    """The holder's own error. A version below the question's: it knows none above that."""
 
     pid: int | None = None
+    version = VERSION
 
 
 def _ask(
-    path: Path, sock: socket.socket, words: dict[str, object], fds: Sequence[int] = ()
+    path: Path, sock: socket.socket, words: dict[str, object], version: int, fds: Sequence[int] = ()
 ) -> tuple[dict[str, object], list[int]]:
     try:
-        send(sock, words, fds)
+        send(sock, words, fds, version)
         packet = receive(sock)
     except HoldError as error:
         raise HoldError(f"--hold {path}: {error}") from error
@@ -158,6 +164,7 @@ def _ask(
         refused = _RefusedError(f"--hold {path}: {printable(str(answer['error']))}")
         pid = answer.get("pid")
         refused.pid = pid if isinstance(pid, int) else None
+        refused.version = version_of(answer)
         raise refused
     return answer, received
 

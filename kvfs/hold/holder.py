@@ -13,7 +13,7 @@ import select
 import socket
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +22,9 @@ from kvfs.descriptors import above
 from kvfs.errors import printable
 from kvfs.hold.words import (
     FUSE,
+    VERSION,
     HoldError,
+    VersionError,
     Words,
     close_all,
     is_alive,
@@ -33,6 +35,7 @@ from kvfs.hold.words import (
     state_of,
     text_of,
     trusted,
+    version_of,
 )
 
 # One logger name for the whole room: it is in every line of the log.
@@ -54,6 +57,7 @@ class Connection:
     pid: int
     since: float
     claims: Key | None = None
+    version: int = VERSION  # of its last question, and so of the answer
 
 
 @dataclass(slots=True)
@@ -133,8 +137,11 @@ class Holder:
                 return
             words, fds = packet
         except HoldError as error:
+            if isinstance(error, VersionError):
+                connection.version = error.nearest
             self._refuse(connection, error)
             return
+        connection.version = version_of(words)
         try:
             self._answer(connection, words, fds)
         except HoldError as error:
@@ -144,7 +151,7 @@ class Holder:
     def _refuse(self, connection: Connection, error: HoldError) -> None:
         log.warning("process %d: %s", connection.pid, error)
         with suppress(HoldError):
-            send(connection.sock, {"error": str(error)})
+            _tell(connection, {"error": str(error)})
         self._end(connection)
 
     def _answer(self, connection: Connection, words: Words, fds: list[int]) -> None:
@@ -159,9 +166,9 @@ class Holder:
         elif op == "drop" and connection.claims is not None:
             if connection.claims in self._mounts:
                 self._drop(connection.claims, "its daemon has ended it")
-            send(connection.sock, {})
+            _tell(connection, {})
         elif op == "list":
-            send(connection.sock, {"mounts": self._list()})
+            _tell(connection, {"mounts": self._list()})
         else:
             raise HoldError(f"operation {printable(repr(op))} is not known, or comes at the wrong time")
 
@@ -169,7 +176,7 @@ class Holder:
         owner = self._owner(key)
         if owner is not None:
             text = f"process {owner.pid} serves {key[1]} of pool {key[0]}: it must end first"
-            send(connection.sock, {"error": text, "pid": owner.pid})
+            _tell(connection, {"error": text, "pid": owner.pid})
             return
         held = self._mounts.get(key)
         if held is not None and not held.is_alive():
@@ -178,13 +185,13 @@ class Holder:
         if held is None and len(self._mounts) >= MOUNTS_MAX:
             raise HoldError(f"{len(self._mounts)} mounts are held; {MOUNTS_MAX} are possible")
         if held is None:
-            send(connection.sock, {"roles": [], "idle_ms": 0})
+            _tell(connection, {"roles": [], "idle_ms": 0})
         else:
             idle_s = self._clock() - (held.alone_since or self._clock())
             held.takeovers += 1
             words = {"roles": held.roles, "state": held.state.hex(), "idle_ms": int(idle_s * 1000)}
             words |= {"last_pid": held.last_pid, "takeovers": held.takeovers}
-            send(connection.sock, words, held.fds)
+            _tell(connection, words, held.fds)
             held.alone_since, held.last_pid = None, connection.pid
             log.info("%s: process %d has it, after %.2f s", key[1], connection.pid, idle_s)
         connection.claims = key
@@ -198,7 +205,7 @@ class Holder:
         self._had_mounts = True
         if before is not None:
             close_all(before.fds)
-        send(connection.sock, {})
+        _tell(connection, {})
         log.info("%s of pool %s: %d descriptors of process %d", key[1], key[0], len(fds), connection.pid)
 
     def _owner(self, key: Key) -> Connection | None:
@@ -237,6 +244,10 @@ class Holder:
                 self._drop(key, "it has been unmounted")
             elif held.alone_since is not None and now - held.alone_since > self._timeout_s:
                 self._drop(key, f"no daemon came for {self._timeout_s:g} s: the mount ends")
+
+
+def _tell(connection: Connection, words: Words, fds: Sequence[int] = ()) -> None:
+    send(connection.sock, words, fds, connection.version)
 
 
 def listen(path: Path) -> socket.socket:

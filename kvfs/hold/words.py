@@ -3,6 +3,10 @@
 A daemon asks, the holder answers each question with one packet. `v` is the version of the protocol; `error` in an
 answer is a text for people. Roles name the descriptors of a packet, in their order.
 
+A holder outlives builds, so each end speaks the versions OLDEST to VERSION. The daemon begins with its newest, and the
+holder answers in that of the question. A holder that does not know it answers in the nearest one that it speaks, with
+an error, and hangs up; the daemon asks again in an older one (claim.py).
+
     {"v": 1, "op": "claim", "pool": P, "mountpoint": M}   the mount is mine, until this connection ends
         {"v": 1, "roles": [...], "state": HEX, "idle_ms": N, "last_pid": N, "takeovers": N}   and the descriptors
         {"v": 1, "roles": []}                                  no earlier daemon left any
@@ -30,7 +34,7 @@ from contextlib import suppress
 from kvfs.descriptors import all_above
 from kvfs.errors import KvfsError, printable
 
-VERSION = 1
+VERSION, OLDEST = 1, 1
 SIZE_MAX = 16384
 FDS_MAX = 32
 TEXT_MAX = 4096
@@ -47,9 +51,18 @@ class HoldError(KvfsError):
     """The other end breaks the protocol, refuses, or is gone."""
 
 
-def send(sock: socket.socket, words: Words, fds: Sequence[int] = ()) -> None:
+class VersionError(HoldError):
+    """The other end speaks a version of the protocol that this one does not."""
+
+    def __init__(self, version: object) -> None:
+        spoken = str(VERSION) if OLDEST == VERSION else f"{OLDEST} to {VERSION}"
+        super().__init__(f"protocol version {printable(repr(version))}; this end speaks {spoken}")
+        self.nearest = max(OLDEST, min(version, VERSION)) if isinstance(version, int) else VERSION
+
+
+def send(sock: socket.socket, words: Words, fds: Sequence[int] = (), version: int = VERSION) -> None:
     """One packet. HoldError if it is too long, or the other end does not take it."""
-    data = json.dumps({"v": VERSION, **words}).encode()
+    data = json.dumps({"v": version, **words}).encode()
     if len(data) > SIZE_MAX or len(fds) > FDS_MAX:
         raise HoldError(
             f"a packet of {len(data)} bytes and {len(fds)} descriptors; {SIZE_MAX} and {FDS_MAX} are possible"
@@ -90,9 +103,17 @@ def parse(data: bytes) -> dict[str, object]:
         raise HoldError("a packet that is no JSON") from None
     if not isinstance(words, dict):
         raise HoldError("a packet that is no JSON object")
-    if words.get("v") != VERSION:
-        raise HoldError(f"protocol version {printable(repr(words.get('v')))}; this end speaks {VERSION}")
+    version = words.get("v")
+    if not isinstance(version, int) or isinstance(version, bool) or not OLDEST <= version <= VERSION:
+        raise VersionError(version)
     return words
+
+
+def version_of(words: Words) -> int:
+    """Of words that were parsed."""
+    version = words["v"]
+    assert isinstance(version, int)
+    return version
 
 
 def text_of(words: Words, name: str) -> str:

@@ -194,6 +194,7 @@ struct kvfs_journal_found {
     uint64_t count;    /* of entries */
     uint64_t refused;  /* bytes behind them that are none: damage */
 };
+#define KVFS_JOURNAL_VERSION 1
 #define KVFS_JOURNAL_SIZE_MIN (64u << 10)
 #define KVFS_JOURNAL_SIZE_MAX (UINT64_C(16) << 30)
 /* Make an empty journal. Its descriptor (memfd_create(2)), sealed in size, or -errno; -EINVAL: a size that none has. */

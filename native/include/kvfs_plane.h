@@ -225,6 +225,7 @@ int kvfs_transport_count(struct kvfs_plane *plane);
 /* ---- a mount that outlives this process: another one keeps its descriptors for the next daemon ---- */
 
 #define KVFS_HELD_VERSION 1
+#define KVFS_WRITTEN_VERSION 1
 #define KVFS_HELD_DESCRIPTORS_MAX 8
 /* The answer to INIT, as far as a later daemon must know it. */
 struct kvfs_held {

@@ -6,10 +6,16 @@ import json
 import os
 import pathlib
 import socket
+import struct
+import threading
 from collections.abc import Iterator
 
 import pytest
+from kvfs._native import lib
 
+from kvfs import journal
+from kvfs.errors import KvfsError
+from kvfs.held import check_versions, written_make
 from kvfs.hold import claim as claims
 from kvfs.hold import holder as holders
 from kvfs.hold import words
@@ -251,6 +257,64 @@ def test_a_put_that_makes_no_sense_leaves_what_was_there(
     assert "no /dev/fuse" in str(answer["error"])
     answer, count = played.ask(played.connect(), op="claim", **P)
     assert (answer["state"], count) == ("07", 2)
+
+
+def test_a_daemon_speaks_the_version_of_an_older_holder(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claims, "VERSION", 3)
+    done = threading.Event()
+
+    def turn() -> None:
+        while not done.is_set():
+            played.holder.turn(0.05)
+
+    thread = threading.Thread(target=turn)
+    thread.start()
+    try:
+        claimed = claims.claim(played.path, "/p", "/m", lambda _: False)
+        assert (claimed.version, claimed.left) == (1, None)
+        claimed.close()
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_a_holder_answers_an_older_daemon_in_its_version(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(words, "VERSION", 2)
+    assert played.ask(played.connect(), op="list")[0] == {"v": 1, "mounts": []}
+    peer = played.connect()
+    send(peer, {"op": "list"}, version=2)
+    played.holder.turn(0)
+    assert receive(peer) == ({"v": 2, "mounts": []}, [])
+
+
+@pytest.mark.parametrize(("oldest", "newest", "asked", "answered"), [(2, 3, 1, 2), (1, 2, 7, 2)])
+def test_a_holder_that_does_not_know_a_version_names_both(
+    played: Played, monkeypatch: pytest.MonkeyPatch, oldest: int, newest: int, asked: int, answered: int
+) -> None:
+    monkeypatch.setattr(words, "OLDEST", oldest)
+    monkeypatch.setattr(words, "VERSION", newest)
+    peer = played.connect()
+    send(peer, {"op": "list"}, version=asked)
+    played.holder.turn(0)
+    why = f"protocol version {asked}; this end speaks {oldest} to {newest}"
+    assert receive(peer) == ({"v": answered, "error": why}, [])
+    assert receive(peer) is None
+
+
+def test_what_another_build_left_is_refused_by_its_name_and_both_versions() -> None:
+    state, fds = struct.pack("=I", lib.KVFS_HELD_VERSION) + bytes(60), [written_make(), journal.make()]
+    known = {"written": lib.KVFS_WRITTEN_VERSION, "journal": lib.KVFS_JOURNAL_VERSION}
+    check_versions("/m", state, fds[0], fds[1])
+    check_versions("/m", state, fds[0], None)
+    with pytest.raises(KvfsError, match=r"/m: .* an answer to INIT of version 9, and this build knows version 1"):
+        check_versions("/m", struct.pack("=I", 9) + bytes(60), fds[0], fds[1])
+    for fd, what, name in zip(fds, ("a list of written inodes", "a journal of names"), known, strict=True):
+        os.pwrite(fd, struct.pack("=I", 9), 8)
+        why = f"/m: .* {what} of version 9, and this build knows version {known[name]}: start the build that left it"
+        with pytest.raises(KvfsError, match=why):
+            check_versions("/m", state, fds[0], fds[1])
+        os.pwrite(fd, struct.pack("=I", known[name]), 8)
+    words.close_all(fds)
 
 
 def test_one_who_says_nothing_is_hung_up_on(played: Played) -> None:

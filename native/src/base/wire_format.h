@@ -77,7 +77,7 @@ struct wire_welcome {
     uint32_t device_count;
     uint32_t reservation_ms; /* after this long an uncommitted reservation is taken back */
     uint32_t pod;            /* 1: the last descriptor is the pod map's memfd; 0: the pool is no pod */
-    uint32_t reserved;
+    uint32_t held;           /* 1: the mount outlives this daemon, and a next one is likely (kvfs/hold); an older daemon says 0 */
 };
 static_assert(sizeof(struct wire_welcome) == 80, "wire");
 

@@ -60,6 +60,7 @@ struct connection {
     atomic_bool gone;     /* the daemon hung up */
     atomic_bool closed;   /* ... and said so first: unmounted */
     atomic_bool silent;   /* ... or its process listens still, and says nothing */
+    bool held;            /* its mount outlives it: another daemon will come */
     uint64_t listener[4]; /* device, inode, ctime (s, ns) of the socket's file: each daemon makes one */
     bool writable;
     uint32_t version; /* of the protocol, as agreed on: KVFS_WIRE_OLDEST to KVFS_WIRE_VERSION */
@@ -273,8 +274,18 @@ int connection_open(struct kvfs_client *client, struct connection **out);
  * caller has a reference, which connection_put() gives back. */
 int connection_get(struct kvfs_client *client, struct connection **out);
 int connection_get_at_once(struct kvfs_client *client, struct connection **out); /* -EAGAIN: not without waiting */
-int daemon_get(struct kvfs_client *client, struct connection **out);             /* one with a daemon that lives */
-int writer_get(struct kvfs_client *client, struct connection **out);             /* and that may write */
+/* A call's wait for the daemon after one that has ended under a held mount: at most timeout_ms in all, from when it was first missed. Zeroed at the
+ * call's start. */
+struct daemon_wait {
+    uint64_t until_ns;
+    uint32_t retries;
+};
+/* One with a daemon that lives. NULL: nothing is waited for. */
+int daemon_get(struct kvfs_client *client, struct daemon_wait *wait, struct connection **out);
+int writer_get(struct kvfs_client *client, struct daemon_wait *wait, struct connection **out); /* and that may write */
+/* A call failed with `error` on that connection. True: its daemon ended under a held mount, so the call is to be made once more. */
+bool daemon_retry(const struct connection *connection, struct daemon_wait *wait, int error);
+void daemon_wait_over(const atomic_bool *over); /* this thread waits for no daemon once that is true */
 void connection_put(struct connection *connection);
 /* A reference becomes one that keeps the socket and the table alone; connection_put_light() gives that back. */
 void connection_lighten(struct connection *connection);

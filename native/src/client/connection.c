@@ -13,6 +13,9 @@
 /* A daemon that did not answer is not asked again for four timeouts, as a device is not; at most this long. */
 #define SILENT_TIMEOUTS 4u
 #define SILENT_MAX_MS 10000u
+#define AWAIT_PAUSE_US 20000 /* between two looks for the daemon that is to come */
+
+static _Thread_local const atomic_bool *wait_over;
 
 /* False: devices owe answers, and stay. */
 static bool devices_close(struct connection *connection) {
@@ -131,6 +134,7 @@ static int connection_fill(struct kvfs_client *client, struct connection *connec
     connection->writable = w->writable && !(client->options.flags & KVFS_READ_ONLY);
     connection->reservation_ms = w->reservation_ms;
     connection->in_pod = w->pod == 1;
+    connection->held = w->held == 1;
     return 0;
 }
 
@@ -364,7 +368,8 @@ int connection_get(struct kvfs_client *client, struct connection **out) {
         /* A new daemon listens before anything can be changed through it: while nobody listens, the old table is right. */
         r = now_ns() < client->silent_until_ns ? client_fail(-ETIMEDOUT, "%s: the daemon gives no answer", client->pool)
                                                : connection_open(client, &fresh);
-        if (r == -ETIMEDOUT && now_ns() >= client->silent_until_ns)
+        /* A mount that was asked is not asked again before it has answered. */
+        if (r == -ETIMEDOUT && client->way != BY_MOUNT && now_ns() >= client->silent_until_ns)
             client->silent_until_ns = now_ns() + min_u64(SILENT_TIMEOUTS * client->options.timeout_ms, SILENT_MAX_MS) * 1000000ull;
         if (r == 0 && memcmp(fresh->uuid, connection->uuid, sizeof(fresh->uuid)) != 0) {
             connection_put(fresh);
@@ -410,7 +415,32 @@ int connection_get_at_once(struct kvfs_client *client, struct connection **out) 
     return r;
 }
 
-int daemon_get(struct kvfs_client *client, struct connection **out) {
+/* ---- the daemon after one that has ended ---- */
+
+void daemon_wait_over(const atomic_bool *over) { wait_over = over; }
+
+static bool wait_is_over(void) { return wait_over && atomic_load(wait_over); }
+
+/* No daemon was found, for that reason. Pause, and return true, if one is to come and there is time. */
+static bool daemon_await(struct kvfs_client *client, struct daemon_wait *wait, int error) {
+    pthread_mutex_lock(&client->lock);
+    const struct connection *connection = client->connection;
+    /* A mount that is asked answers once its next daemon does. */
+    bool comes =
+        connection->held && connection->gone && !connection->closed && (error == -ENOTCONN || (error == -ETIMEDOUT && client->way == BY_MOUNT));
+    pthread_mutex_unlock(&client->lock);
+    if (!comes || !wait || wait_is_over())
+        return false;
+    uint64_t now = now_ns();
+    if (!wait->until_ns)
+        wait->until_ns = now + client->options.timeout_ms * 1000000ull;
+    if (now >= wait->until_ns)
+        return false;
+    usleep((useconds_t)min_u64(AWAIT_PAUSE_US, (wait->until_ns - now) / 1000 + 1));
+    return true;
+}
+
+static int daemon_try(struct kvfs_client *client, struct connection **out) {
     int r = connection_get(client, out);
     if (r < 0)
         return r;
@@ -418,15 +448,31 @@ int daemon_get(struct kvfs_client *client, struct connection **out) {
         r = client_fail(-ETIMEDOUT, "%s: the daemon gives no answer: nothing can be stored, deleted or leased until it does", client->path);
     else if ((*out)->gone)
         r = client_fail(-ENOTCONN, "%s: the daemon is gone: nothing can be stored, deleted or leased until it is back", client->path);
-    if (r < 0)
+    if (r < 0) {
         connection_put(*out);
+        *out = NULL;
+    }
     return r;
 }
 
-int writer_get(struct kvfs_client *client, struct connection **out) {
+int daemon_get(struct kvfs_client *client, struct daemon_wait *wait, struct connection **out) {
+    int r;
+    do
+        r = daemon_try(client, out);
+    while (r < 0 && daemon_await(client, wait, r));
+    return r;
+}
+
+bool daemon_retry(const struct connection *connection, struct daemon_wait *wait, int error) {
+    if (error != -ENOTCONN || !connection->held || !connection->gone || connection->closed || wait_is_over())
+        return false;
+    return wait->retries++ < CLIENT_RETRIES;
+}
+
+int writer_get(struct kvfs_client *client, struct daemon_wait *wait, struct connection **out) {
     if (client->options.flags & KVFS_READ_ONLY)
         return client_fail(-EROFS, "%s: connected for reading only", client->path);
-    int r = daemon_get(client, out);
+    int r = daemon_get(client, wait, out);
     if (r == 0 && !(*out)->writable) {
         connection_put(*out);
         r = client_fail(-EROFS, "%s: the pool is mounted read-only", client->path);

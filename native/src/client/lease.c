@@ -119,13 +119,27 @@ int kvfs_lease(struct kvfs_client *client, const struct kvfs_keys *keys, uint32_
         call->inodes = inodes;
         call->held = held;
         call->milliseconds = milliseconds;
-        r = daemon_get(client, &call->connection);
     }
-    if (r < 0)
-        goto out;
-    for (uint32_t i = 0; i < LEASE_TRIES; i++)
-        if ((r = lease_try(call)) < 0 || !call->refused)
+    struct daemon_wait wait = {0};
+    bool again = r == 0;
+    while (again) {
+        r = daemon_get(client, &wait, &call->connection);
+        if (r < 0)
             break;
+        for (uint32_t i = 0; i < LEASE_TRIES; i++)
+            if ((r = lease_try(call)) < 0 || !call->refused)
+                break;
+        again = daemon_retry(call->connection, &wait, r);
+        if (again) { /* a lease ends with its daemon */
+            connection_put(call->connection);
+            call->connection = NULL;
+            call->lease = call->own.count = call->foreign.count = 0;
+            memset(inodes, 0, keys->count * sizeof(*inodes));
+            memset(held, 0, keys->count);
+        }
+    }
+    if (!call || !call->connection)
+        goto out;
     if (r < 0) { /* where the daemon answers still */
         if (call->lease && r != -ETIMEDOUT && r != -ENOTCONN) {
             char reason[512];
@@ -148,7 +162,7 @@ out:
 
 int kvfs_release(struct kvfs_client *client, uint64_t lease) {
     struct connection *connection;
-    int r = daemon_get(client, &connection);
+    int r = daemon_get(client, NULL, &connection);
     if (r == 0) {
         r = lease ? release_ask(client, connection, lease) : 0;
         connection_put(connection);

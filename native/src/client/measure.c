@@ -489,7 +489,7 @@ int kvfs_measure_run(struct kvfs_measure *measure) {
     bool raw_of_pool = measure->kind == KVFS_MEASURE_POOL_READ || measure->kind == KVFS_MEASURE_POOL_WRITE;
     int r = workers ? 0 : -ENOMEM;
     if (r == 0 && raw_of_pool)
-        r = measure->kind == KVFS_MEASURE_POOL_WRITE ? writer_get(measure->client, &run.connection)
+        r = measure->kind == KVFS_MEASURE_POOL_WRITE ? writer_get(measure->client, NULL, &run.connection)
                                                      : connection_get(measure->client, &run.connection);
     if (r == 0 && measure->kind == KVFS_MEASURE_POOL_READ)
         r = places_find(&run);

@@ -161,13 +161,19 @@ int kvfs_fresh(struct kvfs_client *client) {
     struct connection *connection;
     uint8_t *reply = NULL;
     uint32_t reply_size = 0;
-    int r = daemon_get(client, &connection);
-    if (r < 0)
-        return r;
-    if (connection->pod)
-        r = wire_ask(client, connection, WIRE_FRESH, NULL, 0, client->options.timeout_ms, &reply, &reply_size);
-    free(reply);
-    connection_put(connection);
+    struct daemon_wait wait = {0};
+    bool again;
+    int r;
+    do {
+        r = daemon_get(client, &wait, &connection);
+        if (r < 0)
+            return r;
+        if (connection->pod)
+            r = wire_ask(client, connection, WIRE_FRESH, NULL, 0, client->options.timeout_ms, &reply, &reply_size);
+        free(reply);
+        again = daemon_retry(connection, &wait, r);
+        connection_put(connection);
+    } while (again);
     return r;
 }
 
@@ -202,40 +208,57 @@ static int delete_request(struct kvfs_client *client, const struct kvfs_keys *ke
     return r < 0 ? r : (int)count;
 }
 
-int kvfs_delete(struct kvfs_client *client, const struct kvfs_keys *keys, uint8_t *deleted) {
-    struct connection *connection;
-    int r = writer_get(client, &connection), total = 0;
-    if (r < 0)
-        return r;
-    const uint8_t *key = keys->data;
-    for (uint32_t first = 0, count; first < keys->count && r == 0; first += count) {
+/* Keys from `first` on, on one connection. Returns up to which key all are answered. */
+static uint32_t delete_some(struct kvfs_client *client, struct connection *connection, const struct kvfs_keys *keys, uint32_t first,
+                            const uint8_t **key, uint8_t *deleted, int *result) {
+    int r = 0;
+    while (first < keys->count) {
         struct message_buffer request;
-        r = delete_request(client, keys, first, &key, &request);
+        const uint8_t *behind = *key;
+        r = delete_request(client, keys, first, &behind, &request);
         if (r < 0)
             break;
-        count = (uint32_t)r;
+        uint32_t count = (uint32_t)r, reply_size = 0;
         uint8_t *reply = NULL;
-        uint32_t reply_size = 0;
         r = message_ask(client, connection, WIRE_DELETE, &request, &reply, &reply_size);
         if (r == 0 && reply_size != count)
             r = client_fail(-EPROTO, "%s: the daemon answered a delete of %u keys with %u bytes", client->pool, count, reply_size);
         for (uint32_t i = 0; r == 0 && i < count; i++)
-            total += deleted[first + i] = reply[i] != 0;
+            deleted[first + i] = reply[i] != 0;
         free(reply);
+        if (r < 0)
+            break;
+        first += count;
+        *key = behind;
     }
+    *result = r;
+    return first;
+}
+
+int kvfs_delete(struct kvfs_client *client, const struct kvfs_keys *keys, uint8_t *deleted) {
+    struct daemon_wait wait = {0};
+    const uint8_t *key = keys->data;
+    uint32_t done = 0;
+    bool again = true;
+    int r = 0, total = 0;
+    while (again) {
+        struct connection *connection;
+        r = writer_get(client, &wait, &connection);
+        if (r < 0)
+            break;
+        done = delete_some(client, connection, keys, done, &key, deleted, &r);
+        again = daemon_retry(connection, &wait, r);
+        connection_put(connection);
+    }
+    for (uint32_t i = 0; i < done; i++)
+        total += deleted[i];
     TALLY(client, deletes, (uint64_t)total);
-    connection_put(connection);
     return r < 0 ? r : total;
 }
 
-int kvfs_list(struct kvfs_client *client, const void *after, uint32_t after_size, void *data, uint64_t data_size, uint32_t *sizes,
-              uint32_t capacity) {
-    struct connection *connection;
-    if (after_size > KVFS_KEY_MAX)
-        return client_fail(-EINVAL, "a key of %u bytes: at most %u", after_size, KVFS_KEY_MAX);
-    int r = connection_get(client, &connection);
-    if (r < 0)
-        return r;
+static int list_try(struct kvfs_client *client, struct connection *connection, const void *after, uint32_t after_size, void *data, uint64_t data_size,
+                    uint32_t *sizes, uint32_t capacity) {
+    int r = 0;
     struct message_buffer request = {0};
     char name[2 * KVFS_KEY_MAX];
     uint64_t name_size = key_hex(after, after_size, name), count = 0, used = 0;
@@ -278,6 +301,24 @@ int kvfs_list(struct kvfs_client *client, const void *after, uint32_t after_size
     if (r == -EPROTO)
         client_fail(r, "%s: the daemon's list of %llu names in %u bytes makes no sense", client->pool, (unsigned long long)count, reply_size);
     free(reply);
-    connection_put(connection);
     return r < 0 ? r : (int)count;
+}
+
+int kvfs_list(struct kvfs_client *client, const void *after, uint32_t after_size, void *data, uint64_t data_size, uint32_t *sizes,
+              uint32_t capacity) {
+    struct daemon_wait wait = {0};
+    bool again = true;
+    int r = 0;
+    if (after_size > KVFS_KEY_MAX)
+        return client_fail(-EINVAL, "a key of %u bytes: at most %u", after_size, KVFS_KEY_MAX);
+    while (again) {
+        struct connection *connection;
+        r = daemon_get(client, &wait, &connection);
+        if (r < 0)
+            break;
+        r = list_try(client, connection, after, after_size, data, data_size, sizes, capacity);
+        again = daemon_retry(connection, &wait, r);
+        connection_put(connection);
+    }
+    return r;
 }

@@ -473,45 +473,72 @@ int put_options_take(const struct kvfs_put_options *given, const struct kvfs_key
     return 0;
 }
 
-int kvfs_put_vectors(struct kvfs_client *client, const struct kvfs_keys *keys, const struct kvfs_vector *vectors,
-                     const struct kvfs_put_options *options, int64_t *results) {
-    struct put_call call = {.client = client, .results = results, .count = keys->count, .kind = keys->kind};
-    struct kvfs_put_options o;
-    struct put_block *blocks = malloc((keys->count + 1) * sizeof(*blocks));
-    int r = blocks ? writer_get(client, &call.connection) : client_fail(-ENOMEM, "no memory for a batch of %u", keys->count);
-    if (r < 0) {
-        free(blocks);
-        return r;
+/* Leave out the blocks that an earlier try has dealt with. */
+static void blocks_left(struct put_call *call, struct put_block *blocks) {
+    uint32_t kept = 0;
+    for (uint32_t i = 0; i < call->count; i++) {
+        int64_t result = call->results[blocks[i].index];
+        if (result == -ECANCELED || result == -ENOTCONN)
+            blocks[kept++] = blocks[i];
     }
-    client_hits_send(client, call.connection);
-    for (uint32_t i = 0; i < keys->count; i++)
-        results[i] = -ECANCELED;
-    call.blocks = blocks;
-    r = put_options_take(options, keys, &o);
-    if (r == 0)
-        r = blocks_set(keys, vectors, blocks);
+    call->count = kept;
+}
+
+/* The whole of a put with one daemon, for the blocks that have no result yet. *again: that daemon ended, and another is to come. */
+static int put_try(struct put_call *call, const struct kvfs_keys *keys, const struct kvfs_vector *vectors, const struct kvfs_put_options *o,
+                   struct put_block *blocks, struct daemon_wait *wait, bool *again) {
+    struct kvfs_client *client = call->client;
+    *again = false;
+    int r = writer_get(client, wait, &call->connection);
+    if (r < 0)
+        return r;
+    client_hits_send(client, call->connection);
+    r = blocks_set(keys, vectors, blocks);
     for (uint32_t i = 0; i < keys->count && r == 0; i++)
         r = pieces_check(client, &blocks[i]);
-    if (r == 0 && o.parents)
-        r = chain_make(&call, keys, o.parents);
-    if (r == 0 && o.flags & KVFS_IF_ABSENT)
-        r = blocks_filter(&call, blocks);
+    if (r == 0 && o->parents)
+        r = chain_make(call, keys, o->parents);
+    if (r == 0)
+        blocks_left(call, blocks);
+    if (r == 0 && o->flags & KVFS_IF_ABSENT)
+        r = blocks_filter(call, blocks);
     if (r == 0) {
-        late_notify(client, call.connection);
-        r = call.count ? lane_take(client, call.connection, &call.lane) : 0;
+        late_notify(client, call->connection);
+        r = call->count ? lane_take(client, call->connection, &call->lane) : 0;
     }
-    if (r == 0 && call.count) {
+    if (r == 0 && call->count) {
         /* The daemon lends a quarter of the pool at most, to all clients together. */
-        const struct kvfs_array *array = &call.connection->array;
-        call.window_bytes = min_u64(WINDOW_BYTES, array->geometry.segment_size * array->geometry.segment_count / (8 * WINDOWS_MAX));
-        put_run(&call);
-        lane_give(call.lane);
-        r = call.error;
+        const struct kvfs_array *array = &call->connection->array;
+        call->window_bytes = min_u64(WINDOW_BYTES, array->geometry.segment_size * array->geometry.segment_count / (8 * WINDOWS_MAX));
+        put_run(call);
+        lane_give(call->lane);
+        r = call->error;
     }
-    connection_put(call.connection);
-    free(call.chain);
+    *again = daemon_retry(call->connection, wait, r);
+    connection_put(call->connection);
+    free(call->chain);
+    return r;
+}
+
+/* A put means the same however often it is made, so what a daemon left in doubt is stored once more by the next one. */
+int kvfs_put_vectors(struct kvfs_client *client, const struct kvfs_keys *keys, const struct kvfs_vector *vectors,
+                     const struct kvfs_put_options *options, int64_t *results) {
+    struct put_block *blocks = malloc((keys->count + 1) * sizeof(*blocks));
+    if (!blocks)
+        return client_fail(-ENOMEM, "no memory for a batch of %u", keys->count);
+    for (uint32_t i = 0; i < keys->count; i++)
+        results[i] = -ECANCELED;
+    struct kvfs_put_options o;
+    struct daemon_wait wait = {0};
+    uint32_t stored = 0;
+    int r = put_options_take(options, keys, &o);
+    for (bool again = r == 0; again;) {
+        struct put_call call = {.client = client, .results = results, .count = keys->count, .kind = keys->kind, .blocks = blocks};
+        r = put_try(&call, keys, vectors, &o, blocks, &wait, &again);
+        stored += call.stored;
+    }
     free(blocks);
-    return r < 0 ? r : (int)call.stored;
+    return r < 0 ? r : (int)stored;
 }
 
 int kvfs_put(struct kvfs_client *client, const struct kvfs_keys *keys, const struct kvfs_buffer *buffers, int64_t *results) {

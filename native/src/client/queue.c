@@ -53,6 +53,7 @@ struct kvfs_queue {
     uint32_t threads;   /* how many run */
     bool reader_asleep; /* it waits for devices, and would take a batch */
     bool stopping;
+    atomic_bool over; /* as `stopping`, for a put that waits for a daemon */
 };
 
 static void list_add(struct list *list, struct queued *batch) {
@@ -381,6 +382,7 @@ static void writes_run(struct queued *first) {
 
 static void *writer_main(void *argument) {
     struct kvfs_queue *queue = argument;
+    daemon_wait_over(&queue->over);
     pthread_mutex_lock(&queue->lock);
     while (!queue->stopping) {
         if (!queue->writes.first) {
@@ -545,6 +547,7 @@ static bool queue_stop(struct kvfs_queue *queue, uint64_t deadline_ns) {
     int waited = 0;
     pthread_mutex_lock(&queue->lock);
     queue->stopping = true;
+    atomic_store(&queue->over, true);
     pthread_cond_broadcast(&queue->reader_wait);
     pthread_cond_broadcast(&queue->writer_wait);
     wake_fd(queue->wake);

@@ -10,6 +10,8 @@
 #include <sys/stat.h>
 
 #define LOOK_AGAIN_MS 500
+/* Under a held mount the next daemon may take its time; one that ends in order takes its socket's file away. */
+#define HELD_LOOKS 60
 #define LOOK_MS 1000 /* another connection is seen by then; and so is the end, where a program has closed our descriptors with all others */
 
 /* A program that closed ours may have a file of its own there by now: that is not waited for, written to, or closed. */
@@ -25,7 +27,9 @@ static int look(struct kvfs_client *client, unsigned *strange, bool *again) {
     connection_poll(client->connection);
     const struct connection *connection = client->connection;
     *strange = connection->gone && connection->fds && !listener_is_same(client, connection) ? *strange + 1 : 0;
-    if (connection->gone && (connection->closed || *strange > 1))
+    uint64_t listener[4];
+    listener_of(client, listener);
+    if (connection->gone && (connection->closed || *strange > (connection->held && !listener[1] ? HELD_LOOKS : 1)))
         client_leave(client);
     client_prune(client);
     connection = client->connection;

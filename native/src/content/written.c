@@ -11,7 +11,6 @@
 #include <unistd.h>
 
 #define WRITTEN_MAGIC 0x315f4e5454525756ull /* "VWRTTN_1" */
-#define WRITTEN_VERSION 1
 #define WRITTEN_PLACES 65536u
 #define WRITTEN_SIZE (KVFS_PAGE_SIZE + WRITTEN_PLACES * sizeof(uint64_t))
 
@@ -28,7 +27,7 @@ struct written {
 };
 
 int kvfs_written_make(void) {
-    struct written_header header = {.magic = WRITTEN_MAGIC, .version = WRITTEN_VERSION, .places = WRITTEN_PLACES};
+    struct written_header header = {.magic = WRITTEN_MAGIC, .version = KVFS_WRITTEN_VERSION, .places = WRITTEN_PLACES};
     return sealed_create("kvfs-written", WRITTEN_SIZE, &header, sizeof(header));
 }
 
@@ -61,7 +60,7 @@ int written_keep(struct kvfs_plane *plane, int fd) {
     assert(!plane->written);
     if (r == 0 && (header.magic != WRITTEN_MAGIC || header.places != WRITTEN_PLACES))
         r = -EBADMSG;
-    if (r == 0 && header.version != WRITTEN_VERSION)
+    if (r == 0 && header.version != KVFS_WRITTEN_VERSION)
         r = -EPROTONOSUPPORT;
     if (r < 0)
         return r;

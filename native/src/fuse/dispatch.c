@@ -22,6 +22,19 @@ static_assert(sizeof(struct fuse_init_out) == 64 && __builtin_offsetof(struct fu
 #define SLAB_REQUEST "kvfs.slab"
 #define ALLOCATE_REQUEST "kvfs.allocate"
 
+/* All that do_init() may ever ask for. */
+#define FLAGS_KNOWN                                                                                                                               \
+    (FUSE_ASYNC_READ | FUSE_ATOMIC_O_TRUNC | FUSE_BIG_WRITES | FUSE_ASYNC_DIO | FUSE_PARALLEL_DIROPS | FUSE_MAX_PAGES | FUSE_HANDLE_KILLPRIV_V2 | \
+     FUSE_AUTO_INVAL_DATA | FUSE_EXPLICIT_INVAL_DATA | FUSE_DO_READDIRPLUS | FUSE_READDIRPLUS_AUTO | FLAG_INIT_EXT |                              \
+     (uint64_t)(FLAG2_DIRECT_IO_ALLOW_MMAP | FLAG2_IDMAP) << 32)
+#ifdef FLAG2_ALLOW_IDMAP
+#define FLAG2_IDMAP FLAG2_ALLOW_IDMAP
+#else
+#define FLAG2_IDMAP 0u
+#endif
+
+bool flags_are_known(uint64_t flags) { return !(flags & ~FLAGS_KNOWN); }
+
 void transport_agreed(struct transport *transport, uint32_t minor, uint64_t flags) {
     transport->minor = minor;
     transport->flags = flags;

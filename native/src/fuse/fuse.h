@@ -86,6 +86,7 @@ static inline uint32_t user_id(const struct transport *transport, uint32_t uid) 
 int transport_start(struct kvfs_plane *plane, int fd);
 int transport_take(struct kvfs_plane *plane, const int *fds, uint32_t count, const struct kvfs_held *held);
 void transport_agreed(struct transport *transport, uint32_t minor, uint64_t flags); /* takes over the answer to INIT */
+bool flags_are_known(uint64_t flags);                                               /* of INIT: this build could have asked for them */
 int server_init(struct transport *transport, uint32_t index, int fd);               /* fd is the server's from then on, also after a failure */
 void server_free(struct server *server);
 int servers_start(struct transport *transport);

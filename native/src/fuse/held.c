@@ -42,7 +42,7 @@ int kvfs_fuse_held(struct kvfs_plane *plane, int *fds, uint32_t capacity, struct
 }
 
 static int held_check(struct kvfs_plane *plane, uint32_t count, const struct kvfs_held *held) {
-    if (held->version != KVFS_HELD_VERSION)
+    if (held->version != KVFS_HELD_VERSION || !flags_are_known(held->flags))
         return -EPROTONOSUPPORT;
     bool reserved = false;
     for (uint32_t i = 0; i < sizeof(held->reserved) / sizeof(held->reserved[0]); i++)

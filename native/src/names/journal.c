@@ -226,7 +226,7 @@ void kvfs_names_journal_idle(struct kvfs_names *names) {
 int kvfs_journal_make(uint64_t size) {
     if (size < KVFS_JOURNAL_SIZE_MIN || size > KVFS_JOURNAL_SIZE_MAX || size % PAGE)
         return -EINVAL;
-    struct journal_header header = {.magic = JOURNAL_MAGIC, .version = JOURNAL_VERSION, .header_size = JOURNAL_HEADER_SIZE, .size = size};
+    struct journal_header header = {.magic = JOURNAL_MAGIC, .version = KVFS_JOURNAL_VERSION, .header_size = JOURNAL_HEADER_SIZE, .size = size};
     while (!header.id)
         if (getrandom(&header.id, sizeof(header.id), 0) != sizeof(header.id))
             return -EIO;
@@ -245,7 +245,7 @@ static int map(int fd, bool write, struct journal *out) {
     if (memory == MAP_FAILED)
         return -errno;
     struct journal_header *header = memory;
-    int r = header->magic != JOURNAL_MAGIC ? -EBADMSG : header->version != JOURNAL_VERSION ? -EPROTONOSUPPORT : 0;
+    int r = header->magic != JOURNAL_MAGIC ? -EBADMSG : header->version != KVFS_JOURNAL_VERSION ? -EPROTONOSUPPORT : 0;
     if (r == 0 && (header->header_size != JOURNAL_HEADER_SIZE || header->size != (uint64_t)size || !header->id ||
                    header->checksum != kvfs_checksum(header, offsetof(struct journal_header, checksum), 0)))
         r = -EBADMSG;

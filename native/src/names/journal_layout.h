@@ -10,7 +10,6 @@
 #include "kvfs_names.h"
 
 #define JOURNAL_MAGIC UINT64_C(0x314c4e524a46564b) /* "KVFJRNL1" */
-#define JOURNAL_VERSION 1u
 #define JOURNAL_HEADER_SIZE 4096u
 
 /* Positions count bytes since the journal was made, and lie in the ring at their remainder: head <= tail <= head + the ring's size. All before the
