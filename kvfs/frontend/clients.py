@@ -94,16 +94,14 @@ class _Handing:
 
 class Clients:
     """All native clients of a mounted pool. feed_size: bytes of the feed of changes, once somebody subscribes.
-    others: the other nodes of a pod. read_only: the pool is mounted so, and no client may write. outlived: whether a
-    next daemon goes on with this mount, so that clients wait for it."""
+    others: the other nodes of a pod. read_only: no client may write. outlived: a next daemon goes on with the mount."""
 
     def __init__(
         self, store: Store, namespace: Namespace, feed_size: int = FEED_SIZE, others: OtherNodes | None = None, *,
         read_only: bool = False, outlived: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
-        self.outlived = outlived
         self._store, self._namespace, self._feed_size = store, namespace, feed_size
-        self.read_only = read_only
+        self.read_only, self.outlived = read_only, outlived
         self._connections: set[_Connection] = set()
         self._subscribed: set[_Connection] = set()
         self._users = Users(len(store.config.devices), store.blocks.shares.is_exempt)
@@ -153,12 +151,10 @@ class Clients:
         await connection.run()
 
     async def close(self, *, stays: bool = False) -> None:
-        """The pool was unmounted: tell the clients, and hang up. If the mount stays for the next daemon they are told
-        nothing, and wait for that. No new client is served afterwards."""
+        """Hang up, and serve no new client. All are told that it is the end, unless the mount stays for a daemon."""
         self._ending = True
         if stays:
-            self.hang_up()
-            return
+            return self.hang_up()
         async with trio.open_nursery() as nursery:
             for connection in list(self._connections):
                 nursery.start_soon(connection.close)

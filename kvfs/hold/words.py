@@ -4,8 +4,8 @@ A daemon asks, the holder answers each question with one packet. `v` is the vers
 answer is a text for people. Roles name the descriptors of a packet, in their order.
 
 A holder outlives builds, so each end speaks the versions OLDEST to VERSION. The daemon begins with its newest, and the
-holder answers in that of the question. A holder that does not know it answers in the nearest one that it speaks, with
-an error, and hangs up; the daemon asks again in an older one (claim.py).
+holder answers in that of the question. If it does not know that version, its answer is an error in the nearest one
+that it speaks, and it hangs up. The daemon asks again in that one (claim.py).
 
     {"v": 1, "op": "claim", "pool": P, "mountpoint": M}   the mount is mine, until this connection ends
         {"v": 1, "roles": [...], "state": HEX, "idle_ms": N, "last_pid": N, "takeovers": N}   and the descriptors

@@ -110,8 +110,8 @@ int kvfs_get_ranges(struct kvfs_client *client, const struct kvfs_keys *keys, co
 /* Write blocks from the caller's memory, many reserved and committed at once, but not all or none. A block that exists is replaced; a
  * reader sees the old one or the new one, whole. results[i]: 0 or -errno. -ENOSPC: all that is left is pinned or open. -EFBIG:
  * the pool cannot hold so much. -EOVERFLOW: a device is a file, and this process may not write so far into one (RLIMIT_FSIZE). Returns the
- * number of blocks stored. -EINVAL: the same key twice. -EROFS. -ENOTCONN: no daemon. Under a mount that outlives its daemon (kvfs hold) the next one is
- * waited for, for timeout_ms in all, and what was in doubt is stored once more; so do delete, lease, fresh and list wait. */
+ * number of blocks stored. -EINVAL: the same key twice. -EROFS. -ENOTCONN: no daemon. Under a mount that outlives its daemon (kvfs hold) the call
+ * waits for the next one, timeout_ms in all. It stores once more what was in doubt. Delete, lease, fresh and list wait, too. */
 int kvfs_put(struct kvfs_client *client, const struct kvfs_keys *keys, const struct kvfs_buffer *buffers, int64_t *results);
 /* The same, of blocks whose memory is in pieces (vectors[i].offset is not looked at). Without a copy where every piece's address is aligned to
  * kvfs_client_information.memory_alignment and every piece but a block's last is whole pages of 4096 bytes. options may be NULL. With

@@ -21,11 +21,10 @@ from contextlib import suppress
 import helpers
 import pytest
 from helpers import KIB, Pool, content, mount_device, process_alive, wait_until
-from workload import Child, check, make
+from workload import Child
 
 from kvfs.doctor import kernel_version
 
-TAKEOVERS = max(1, int(os.environ.get("KVFS_KILLS") or 12) // 4)
 PAGES = 16
 
 
@@ -331,81 +330,3 @@ def test_what_a_held_mount_cannot_have_is_refused(pool: HeldPool) -> None:
     done = pool.command("mount", str(pool.path), str(pool.mount), "--hold", str(nobody), check=False)
     assert done.returncode == 1
     assert f"--hold {nobody}: No such file or directory; kvfs hold {nobody} listens there" in done.stderr
-
-
-def _write_and_read(root: pathlib.Path, number: int, stop: Callable[[], bool], stalls: list[float]) -> None:
-    """Store blocks under new names and names of before, and read what is there: nothing but EBADF of what was not
-    sealed. A rename of the last second may be undone by a kill, so the version behind a name may be older, never
-    wrong."""
-    version = 0
-    while not stop():
-        version += 1
-        key, began = f"w{number}-{version % 8}", time.monotonic()
-        temporary, path = root / f".{key}", root / key
-        try:
-            with temporary.open("wb", buffering=0) as file:
-                file.write(make(key, version, 50_000 + 4096 * (version % 20)))
-            with suppress(FileNotFoundError):  # done already, and done again; or undone with the kill
-                temporary.rename(path)
-            with suppress(FileNotFoundError):
-                assert check(path.read_bytes(), path)[0] == key
-        except OSError as error:
-            if error.errno not in (errno.EBADF, errno.ESTALE):
-                raise
-        stalls.append(time.monotonic() - began)
-
-
-def _read_on(root: pathlib.Path, data: bytes, stop: Callable[[], bool]) -> None:
-    """One descriptor and one mapping, for as long as the test lasts."""
-    with (root / "kept").open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
-        while not stop():
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            assert os.pread(file.fileno(), len(data), 0) == data
-            mapped.madvise(mmap.MADV_DONTNEED)
-            assert mapped[:] == data
-
-
-def _load(root: pathlib.Path, base: pathlib.Path, data: bytes) -> list[float]:
-    """8 writers and 8 readers, until there is a file `stop`. Returns how long each store took."""
-    stop, stalls = (base / "stop").exists, list[float]()
-    calls: list[Callable[[], object]] = [
-        lambda number=number: _write_and_read(root, number, stop, stalls) for number in range(8)
-    ]
-    calls += [lambda: _read_on(root, data, stop)] * 8
-    results = [in_thread(call) for call in calls]
-    at = 0
-    while not stop():
-        time.sleep(0.01)
-        if len(stalls) > at:  # the parent sees that work goes on
-            at = len(stalls)
-            (base / "count").write_text(str(at))
-    for result in results:
-        result()
-    return stalls
-
-
-@pytest.mark.slow
-def test_many_take_overs_under_readers_and_writers(pool: HeldPool) -> None:
-    data = content(400 * KIB, 3)
-    (pool.mount / "kept").write_bytes(data)
-    os.sync()
-    child = Child(lambda: _load(pool.mount, pool.base, data))
-
-    def work() -> int:
-        with suppress(OSError, ValueError):
-            return int((pool.base / "count").read_text())
-        return 0
-
-    try:
-        for turn in range(TAKEOVERS + 1):
-            before = work()
-            wait_until(lambda before=before: work() > before + 40, f"work after {turn} take-overs")
-            if turn < TAKEOVERS:
-                pool.take_over(signal.SIGTERM if turn % 3 == 2 else signal.SIGKILL)
-    finally:
-        (pool.base / "stop").touch()
-        stalls = sorted(child.result())
-    longest = stalls[-8 * TAKEOVERS :]  # of 8 writers
-    print(
-        f"{TAKEOVERS} take-overs: stalls {longest[len(longest) // 2]:.2f} s in the median, {longest[-1]:.2f} s at most"
-    )

@@ -12,7 +12,7 @@ import time
 import helpers
 import pytest
 from helpers import KIB, content, slowness, wait_until
-from test_held_mounts import HeldPool, in_thread, pool  # noqa: F401
+from test_held_mounts import HeldPool, _kernel, in_thread, pool  # noqa: F401
 
 import kvfs
 from kvfs.connectors.common import Connection, Options, State
@@ -29,7 +29,7 @@ def assert_reads(client: kvfs.Client, expected: dict[bytes, bytes]) -> None:
         assert found is not None and bytes(found) == data, key
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [helpers.slow(signal.SIGKILL), signal.SIGTERM])
 def test_calls_wait_for_the_next_daemon_and_reads_go_on(pool: HeldPool, number: int) -> None:  # noqa: F811
     old, new = blocks(20), blocks(20, 1)
     with kvfs.connect(pool.mount, "space", gpu=None, timeout_s=60 * slowness()) as client:
@@ -79,6 +79,7 @@ def test_without_a_next_daemon_a_call_fails_within_its_timeout(pool: HeldPool) -
         assert client.get(b"old") == b"data"
 
 
+@pytest.mark.slow
 def test_an_unmount_is_an_end_and_no_take_over(pool: HeldPool) -> None:  # noqa: F811
     with kvfs.connect(pool.mount, gpu=None, timeout_s=60) as client:
         client.put([(b"old", b"data")])
@@ -89,6 +90,7 @@ def test_an_unmount_is_an_end_and_no_take_over(pool: HeldPool) -> None:  # noqa:
         assert time.monotonic() - before < 10 * slowness()
 
 
+@pytest.mark.slow
 def test_calls_that_a_daemon_left_without_an_answer_are_made_again(pool: HeldPool) -> None:  # noqa: F811
     """The daemon stands still while they are asked, and is killed so."""
     old, new = blocks(5), blocks(5, 1)
@@ -108,6 +110,7 @@ def test_calls_that_a_daemon_left_without_an_answer_are_made_again(pool: HeldPoo
         assert_reads(client, old | new)
 
 
+@pytest.mark.slow
 def test_puts_of_a_daemon_that_dies_again_and_again_are_whole(pool: HeldPool) -> None:  # noqa: F811
     """Large puts, which are under way at any moment of it."""
     done, stop = dict[bytes, bytes](), threading.Event()
@@ -131,6 +134,7 @@ def test_puts_of_a_daemon_that_dies_again_and_again_are_whole(pool: HeldPool) ->
         assert_reads(client, done)
 
 
+@pytest.mark.slow
 def test_a_queue_that_is_closed_does_not_wait_for_a_daemon(pool: HeldPool) -> None:  # noqa: F811
     with kvfs.connect(pool.mount, gpu=None, timeout_s=600) as client:
         client.put([(b"old", b"data")])
@@ -177,6 +181,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.slow
 def test_a_client_that_sees_the_mount_alone_waits_too(pool: HeldPool) -> None:  # noqa: F811
     """As in a container: the pool's directory is hidden from it, and the mount itself is asked."""
     pool.umount()
