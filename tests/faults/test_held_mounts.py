@@ -44,10 +44,10 @@ class HeldPool(Pool):
     def socket(self) -> pathlib.Path:
         return self.base / "hold.sock"
 
-    def hold(self) -> None:
+    def hold(self, program: tuple[str | pathlib.Path, ...] = ("-m", "kvfs")) -> None:
         with (self.base / "hold.log").open("ab") as log:
             self.holder = subprocess.Popen(
-                [sys.executable, "-m", "kvfs", "hold", str(self.socket), *self.hold_args],
+                [sys.executable, *program, "hold", str(self.socket), *self.hold_args],
                 cwd=helpers.REPOSITORY, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             )  # fmt: skip
         wait_until(self.socket.exists, "the holder")

@@ -1,7 +1,7 @@
 """A mount under load is taken over again and again: by kills, in order, by another build and back.
 
 Programs wait, and lose nothing. Every name is one writer's, who knows what it leads to after each call that came back.
-That is the content stored last, whole, or nothing once it was removed. Mappings and descriptors of sealed files read
+The content stored last is there, whole, or nothing once it was removed. Mappings and descriptors of sealed files read
 on. Native clients store and read by the same rule. The one error that is allowed is EBADF of a file that was not
 sealed.
 
