@@ -225,6 +225,8 @@ class Daemon:
         if self._holding is not None:
             self._holding.keep(self._store.plane.held)
             nursery.start_soon(self._holding.watch)
+            if self._holding.taken:
+                nursery.start_soon(self._holding.settle, self._store.plane.names)
         if self._options.metrics is not None:
             listeners = await listen(self._options.metrics)
             nursery.start_soon(Endpoint(self._collect, self._lacks).run, listeners)

@@ -20,6 +20,7 @@ from kvfs.hold import service
 from kvfs.hold.claim import Claim, claim
 from kvfs.hold.service import SYSTEMD
 from kvfs.hold.words import HoldError, connection_of
+from kvfs.names import Names
 from kvfs.pool.owner import Life, process_life
 
 # One logger name for the whole room: it is in every line of the log.
@@ -27,6 +28,9 @@ log = logging.getLogger(__package__)
 
 # Requests under way get that long to be answered, when the daemon leaves its mount.
 LEAVE_MS = 5000
+# Once it is asked, a kernel puts the requests without an answer before all others: they have come within that. Turns of
+# a second, so that a process that was stopped meanwhile does not count.
+SETTLE_TURNS = 5
 _KERNEL_LIMITS = ("default_request_timeout", "max_request_timeout")
 _FUSE_SETTINGS = Path("/proc/sys/fs/fuse")
 
@@ -79,6 +83,13 @@ class Holding:
         for name in _KERNEL_LIMITS:
             if (limit := _setting(name)) > 0:
                 log.warning("fs.fuse.%s is %d s: the kernel ends the mount if no daemon serves it so long", name, limit)
+
+    async def settle(self, names: Names) -> None:
+        """Let go of the requests of earlier daemons, once none can come again. Else the journal keeps all since then.
+        Each next daemon would read more of it, until there is no room."""
+        for _ in range(SETTLE_TURNS):
+            await trio.sleep(1.0)
+        names.journal_settled()
 
     async def watch(self) -> None:
         """Say so if the holder ends. The mount goes on, but not beyond this daemon."""

@@ -37,6 +37,7 @@ from test_held_mounts import HeldPool, _kernel, in_thread  # noqa: F401
 from workload import Child, check, make
 
 import kvfs
+from kvfs.daemon.holding import SETTLE_TURNS
 
 TAKEOVERS = int(os.environ.get("KVFS_TAKEOVERS") or helpers.often(1, 3))
 SEED = int(os.environ.get("KVFS_STORM_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 32)
@@ -282,6 +283,11 @@ def compare(root: pathlib.Path, files: Sequence[State], keys: Sequence[State]) -
             assert data is not None and check(bytes(data), name) == what, name
 
 
+def journal_of(pool: HeldPool) -> dict[str, int]:
+    found: dict[str, int] = pool.status()["holder"]["journal"]
+    return found
+
+
 def stalls(times: Sequence[Times], windows: Sequence[tuple[float, float]]) -> list[float]:
     """For each worker and take-over its longest call that was under way then, in seconds."""
     found = []
@@ -365,6 +371,8 @@ def test_take_overs_under_load_lose_nothing(capsys: pytest.CaptureFixture[str]) 
                 )
                 if board.is_over() or turn == TAKEOVERS:
                     break
+                if turn % 3 == 2:  # daemons in between end before the journal lets go of former requests
+                    wait_until(lambda: time.monotonic() > windows[-1][1] + 2 * SETTLE_TURNS, "an old daemon")
                 number, changes = KINDS[turn % len(KINDS)]
                 began = time.monotonic()
                 pool.program = other if changes else this
@@ -377,6 +385,11 @@ def test_take_overs_under_load_lose_nothing(capsys: pytest.CaptureFixture[str]) 
         pool.take_over(signal.SIGKILL)
         compare(pool.mount, files, keys)
         assert reconnects == len(windows) == TAKEOVERS
+        # Of all these daemons it has nothing any more once something is committed, or each one would find more in it.
+        wait_until(lambda: journal_of(pool)["unanswered"] == 0, "the end of requests that might come again")
+        (pool.mount / "last").write_bytes(b"last")
+        wait_until(lambda: journal_of(pool)["used"] < 4 * KIB, "an empty journal")
+        assert journal_of(pool)["lost"] == 0
         of_files, of_clients = (sorted(stalls(times, windows)) for times in (file_times, key_times))
         with capsys.disabled():
             print(

@@ -9,11 +9,15 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
+from typing import cast
 
 import pytest
+import trio
+import trio.testing
 from kvfs._native import lib
 
 from kvfs import journal
+from kvfs.daemon.holding import SETTLE_TURNS, Holding
 from kvfs.errors import KvfsError
 from kvfs.held import check_versions, written_make
 from kvfs.hold import claim as claims
@@ -21,6 +25,7 @@ from kvfs.hold import holder as holders
 from kvfs.hold import words
 from kvfs.hold.holder import Held, Holder
 from kvfs.hold.words import FUSE, JOURNAL, WRITTEN, HoldError, receive, roles_of, send
+from kvfs.names import Names
 
 
 @pytest.fixture
@@ -315,6 +320,21 @@ def test_what_another_build_left_is_refused_by_its_name_and_both_versions() -> N
             check_versions("/m", state, fds[0], fds[1])
         os.pwrite(fd, struct.pack("=I", known[name]), 8)
     words.close_all(fds)
+
+
+def test_requests_of_earlier_daemons_are_let_go_of() -> None:
+    told: list[float] = []
+
+    class Journal:
+        def journal_settled(self) -> None:
+            told.append(trio.current_time())
+
+    async def settle() -> float:
+        began = trio.current_time()
+        await Holding.settle(object.__new__(Holding), cast("Names", Journal()))
+        return told[0] - began
+
+    assert trio.run(settle, clock=trio.testing.MockClock(autojump_threshold=0)) == SETTLE_TURNS
 
 
 def test_one_who_says_nothing_is_hung_up_on(played: Played) -> None:
