@@ -45,6 +45,12 @@ def memory() -> int:
     return machine_memory() if limit is None else limit.size
 
 
+def fitting(limit: Limit | None, staging: int, reads: int) -> tuple[int, int]:
+    """Sizes of staging and of reads, or as much of them as fits: at most a quarter and an eighth of the memory."""
+    size = machine_memory() if limit is None else limit.size
+    return max(min(staging, size // 4 >> 20 << 20), PART_MIN), max(min(reads, size // 8 >> 20 << 20), PART_MIN)
+
+
 def memory_limit(proc: Path = _PROC) -> Limit | None:
     """The smallest memory limit of this process's cgroup and those above it, of either version. It is None if
     nothing here says one below the machine's memory."""

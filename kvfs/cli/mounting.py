@@ -369,8 +369,11 @@ def _umount(args: argparse.Namespace) -> int:
     if watch is not None and not watch.pid and not kept and not exports:
         kept = _kept_by_daemon(pool)
     # Where only the mount is seen, as in an engine's container, the daemon's end is not.
-    clean = not exports and not kept and os.path.lexists(pool / LOCK_NAME)
+    seen = os.path.lexists(pool / LOCK_NAME)
+    clean = not exports and not kept and seen
     here, ends = f"{present.mountpoint}: unmounted", f"kvfs umount {pool} ends that"
+    if not seen:
+        note(f"{here}; whether the pool is clean is not known: its directory, {pool}, is not seen here")
     if exports:
         note(f"{here}; the pool is still exported ({', '.join(exports)}): {ends}")
     if kept:

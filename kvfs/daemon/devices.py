@@ -9,6 +9,7 @@ import trio
 
 from kvfs.errors import UsageError, first_error
 from kvfs.pool.devices import device_address
+from kvfs.store.opening import StoreOptions, own_options
 from kvfs.store.store import Store
 
 # Bytes that were carried away from a device, and all that lie there.
@@ -21,7 +22,7 @@ def change_device(
     """Remove or replace a device of a pool that nobody uses, as its daemon would. Raises KvfsError."""
 
     async def change() -> Mapping[str, object]:
-        async with Store.open(pool) as store:
+        async with Store.open(pool, own_options(pool, StoreOptions())) as store:
             return await device_command(store, action, arguments, drained)
 
     try:

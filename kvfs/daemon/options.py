@@ -6,7 +6,7 @@ import platform
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvfs.cgroup import DAEMON_SIZE, LEAST, PART_MIN, machine_memory, memory_limit
+from kvfs.cgroup import DAEMON_SIZE, LEAST, PART_MIN, fitting, memory_limit
 from kvfs.errors import KvfsError, UsageError
 from kvfs.hold.service import SYSTEMD
 from kvfs.store.opening import StoreOptions
@@ -59,10 +59,9 @@ def fit_memory(options: MountOptions) -> MountOptions:
     """The same options with the sizes of staging and reads. Defaults are at most a quarter and an eighth of the
     cgroup's limit. KvfsError: the limit holds no daemon of these sizes."""
     limit, usual = memory_limit(), StoreOptions()
-    size = machine_memory() if limit is None else limit.size
-    staging, reads = options.staging_size, options.read_memory_size
-    staging = max(min(usual.staging_size, size // 4 >> 20 << 20) if staging is None else staging, PART_MIN)
-    reads = max(min(usual.read_memory_size, size // 8 >> 20 << 20) if reads is None else reads, PART_MIN)
+    staging, reads = fitting(limit, usual.staging_size, usual.read_memory_size)
+    staging = staging if options.staging_size is None else max(options.staging_size, PART_MIN)
+    reads = reads if options.read_memory_size is None else max(options.read_memory_size, PART_MIN)
     if limit is not None and DAEMON_SIZE + staging + reads > limit.size:
         raise KvfsError(
             f"{options.pool}: the cgroup's memory limit is {told_size(limit.size)} ({limit.path}); a daemon needs "

@@ -426,9 +426,9 @@ def _another_node(beat: Beat) -> str:
 
 
 @contextmanager
-def kept(opened: OpenPool, use: str, on_lost: Callable[[str], None], tell: Tell | None = None) -> Iterator[Heart]:
-    """Own the devices of a pool that is not mounted. InUseError."""
-    heart = Heart.take(opened, use=use, tell=tell)
+def kept(opened: OpenPool, use: str, on_lost: Callable[[str], None], dead: Beat | None = None) -> Iterator[Heart]:
+    """Own the devices of a pool that is not mounted. `dead`: of owner.Watch. InUseError."""
+    heart = Heart.take(opened, use=use, dead=dead)
     try:
         heart.start(on_lost)
         yield heart

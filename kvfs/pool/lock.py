@@ -139,12 +139,15 @@ def pool_lock(
         if found is not None:
             who = owner.describe(found, here) if found.owner.int else "in use by another kvfs"
             raise InUseError(f"{pool}: {who}")
+        text = os.pread(fd, _LOCK_TEXT_MAX, 0)
         lock = PoolLock(fd, here, _left(fd, pool, here))
         lock.describe()
         try:
             yield lock
         finally:
+            # The beats of a dead process may stand on the devices still: then the next holder is to know it, too.
             with suppress(OSError):
                 os.ftruncate(fd, 0)
+                os.pwrite(fd, text if lock.left is not None else b"", 0)
     finally:
         os.close(fd)

@@ -148,9 +148,11 @@ def _check_content(device: Device, force: bool, me: Beat | None = None) -> None:
     check_unused(device, me)
 
 
-def check_unused(device: Device, me: Beat | None = None, slot: int | None = None) -> None:
+def check_unused(
+    device: Device, me: Beat | None = None, slot: int | None = None, dead: Beat | None = None
+) -> None:  # fmt: skip
     """Check that nobody but `me` uses the pool whose label a device has. In a pod, no node, or not that of `slot`.
-    InUseError."""
+    `dead`: of owner.Watch. InUseError."""
     here = me or owner.this_process()
 
     def read() -> dict[int, Beat]:
@@ -159,7 +161,7 @@ def check_unused(device: Device, me: Beat | None = None, slot: int | None = None
 
     try:
         # A claim on a device that more than one may have says nothing of other nodes.
-        owner.wait_free(read, here, {0: device.claim >= 0 and slot is None})
+        owner.wait_free(read, here, {0: device.claim >= 0 and slot is None}, dead=dead)
     except InUseError as error:
         raise InUseError(f"{device.path}: {error}") from error
 
@@ -280,7 +282,7 @@ def add_devices(pool: Path, paths: Sequence[DeviceAddress], *, force: bool) -> t
     The new devices' labels come first, then pool.toml, then the labels of the others. A reader in between finds the
     pool as it was, or labels that their revision shows to be older.
     """
-    with locked(pool, "being given devices"):
+    with locked(pool, "being given devices") as lock:
         opened = open_pool(pool)
         fresh: list[Device] = []
         try:
@@ -288,7 +290,7 @@ def add_devices(pool: Path, paths: Sequence[DeviceAddress], *, force: bool) -> t
             refuse_change(config.pod, "add")
             for index, device in enumerate(opened.devices):
                 if index not in opened.absent:
-                    check_unused(device)
+                    check_unused(device, dead=lock.left)
             for path in paths:
                 fresh.append(open_new(path, [*opened.devices, *fresh], force=force))
             first, group = len(config.devices), 1 + max(device.group for device in config.devices)

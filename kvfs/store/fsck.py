@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import trio
@@ -21,7 +21,7 @@ from kvfs.plane import Event, Plane
 from kvfs.pool import config as configuration
 from kvfs.pool.config import PoolConfig
 from kvfs.pool.devices import Device, open_absent
-from kvfs.pool.format import META_CLEAN, META_UUID, SegmentHeader, pack_segment_header
+from kvfs.pool.format import META_CLEAN, META_UUID, Beat, SegmentHeader, pack_segment_header
 from kvfs.pool.heart import kept
 from kvfs.pool.labels import read_labels, write_labels
 from kvfs.pool.lock import INDEX_NAME, locked
@@ -38,7 +38,7 @@ from kvfs.pool.opening import (
     write_config,
 )
 from kvfs.record import Inode, Kind, split_records
-from kvfs.store.opening import StoreOptions, check_index, make_plane
+from kvfs.store.opening import StoreOptions, check_index, make_plane, own_options
 from kvfs.store.segment import Segment, State, usage
 from kvfs.store.segments import Segments
 from kvfs.store.store import Store
@@ -103,23 +103,25 @@ def fsck(pool: Path, *, repair: bool = False, verify_data: bool = False, progres
 
 async def _fsck(pool: Path, repair: bool, verify_data: bool, progress: Progress) -> FsckReport:
     report = FsckReport()
-    with locked(pool, "being checked"):
-        _check_labels(pool, repair, report)
-        state = _index_state(pool, report)
-    if state != "clean" and repair:
-        # A mount does the recovery, so --repair mounts.
-        progress("recovering", 0, 0)
-        async with Store.open(pool, _OPTIONS) as store:
-            while store.rebuilding:
-                progress("rebuilding the index", *store.rebuilt)
-                await trio.sleep(0.05)
-        state = "clean"
-        report.add(Finding("index", "the index was brought up to date from the devices", harmless=True, repaired=True))
-    if state == "missing":
-        return report
-    report.clean = state == "clean"
+    options = own_options(pool, _OPTIONS)
     with ExitStack() as stack:
-        stack.enter_context(locked(pool, "being checked"))
+        lock = stack.enter_context(locked(pool, options.use))
+        _check_labels(pool, repair, report, lock.left)
+        state = _index_state(pool, report)
+        if state != "clean" and repair:
+            # A mount does the recovery, so --repair mounts.
+            progress("recovering", 0, 0)
+            async with Store.open(pool, replace(options, lock=lock)) as store:
+                while store.rebuilding:
+                    progress("rebuilding the index", *store.rebuilt)
+                    await trio.sleep(0.05)
+            lock.describe()
+            state = "clean"
+            told = "the index was brought up to date from the devices"
+            report.add(Finding("index", told, harmless=True, repaired=True))
+        if state == "missing":
+            return report
+        report.clean = state == "clean"
         opened = _open_devices(pool)
         stack.callback(opened.close)
         lost, token = trio.Event(), trio.lowlevel.current_trio_token()
@@ -128,13 +130,13 @@ async def _fsck(pool: Path, repair: bool, verify_data: bool, progress: Progress)
             with suppress(trio.RunFinishedError):
                 token.run_sync_soon(lost.set)
 
-        heart = stack.enter_context(kept(opened, "being checked", lose))
+        heart = stack.enter_context(kept(opened, options.use, lose, lock.left))
 
         async def guard() -> None:
             await lost.wait()
             raise InUseError(f"{pool}: {heart.lost}")
 
-        plane = make_plane(opened, _OPTIONS, opened.highest, _OPTIONS.records_max)
+        plane = make_plane(opened, options, opened.highest, options.records_max)
         stack.callback(plane.destroy)
         index = LmdbIndex(pool / INDEX_NAME)
         stack.callback(index.close)
@@ -186,7 +188,7 @@ def _open_devices(pool: Path) -> OpenPool:
     return opened
 
 
-def _check_labels(pool: Path, repair: bool, report: FsckReport) -> None:
+def _check_labels(pool: Path, repair: bool, report: FsckReport, dead: Beat | None) -> None:
     config = configuration.load(pool)
     if config is None:
         config = discover(pool)
@@ -197,7 +199,7 @@ def _check_labels(pool: Path, repair: bool, report: FsckReport) -> None:
     try:
         for device, described in zip(opened.devices, config.devices, strict=True):
             if not described.removed:
-                check_unused(device, slot=opened.slot if config.pod is not None else None)
+                check_unused(device, slot=opened.slot if config.pod is not None else None, dead=dead)
         bad: list[str] = []
         labels: list[PoolConfig] = []
         for device, described in zip(opened.devices, config.devices, strict=True):

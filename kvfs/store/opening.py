@@ -7,9 +7,10 @@ import logging
 import secrets
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 
-from kvfs.cgroup import memory
+from kvfs.cgroup import LEAST, fitting, memory, memory_limit
 from kvfs.checks import check_records
 from kvfs.errors import FormatError, KvfsError
 from kvfs.index.lmdb import LmdbIndex
@@ -18,10 +19,11 @@ from kvfs.plane import Plane, PlaneOptions, PlaneTuning
 from kvfs.podmap import PodOptions
 from kvfs.pool.config import PoolConfig
 from kvfs.pool.format import META_EPOCH, META_IN_FLIGHT, META_NUMBER, META_OPENING, META_UUID, META_VERSION
-from kvfs.pool.lock import INDEX_NAME
+from kvfs.pool.lock import INDEX_NAME, PoolLock
 from kvfs.pool.opening import OpenPool
 from kvfs.store.segment import Segment
 from kvfs.types import COUNTER_BITS, EPOCH_MAX, SegmentIndex
+from kvfs.units import told_size
 
 log = logging.getLogger("kvfs.store.pool")
 
@@ -54,8 +56,23 @@ class StoreOptions(PlaneTuning):
     # The descriptor of a journal of names (kvfs/journal.py), the caller's. Its content is taken in, and changes are
     # written there.
     journal: int | None = None
+    # The pool's lock, if the caller has it; it stays the caller's.
+    lock: PoolLock | None = None
     # Called with a text when opening has to wait for somebody.
     on_wait: Callable[[str], None] | None = None
+
+
+def own_options(pool: Path, usual: StoreOptions) -> StoreOptions:
+    """Options of a command that opens a pool by itself, with as much memory as its cgroup's limit allows. KvfsError:
+    that is too little."""
+    limit = memory_limit()
+    if limit is not None and limit.size < LEAST:
+        raise KvfsError(
+            f"{pool}: the cgroup's memory limit is {told_size(limit.size)} ({limit.path}); to open a pool needs "
+            f"{told_size(LEAST)} at least: raise the limit"
+        )
+    staging, reads = fitting(limit, usual.staging_size, usual.read_memory_size)
+    return replace(usual, staging_size=staging, read_memory_size=reads)
 
 
 def make_plane(opened: OpenPool, options: StoreOptions, epoch: int, records_max: int) -> Plane:

@@ -139,7 +139,7 @@ class Store:
         options = options or StoreOptions()
         failure: BaseException | None = None
         async with AsyncExitStack() as stack:
-            lock = stack.enter_context(locked(pool, options.use, tell=options.on_wait))
+            lock = options.lock or stack.enter_context(locked(pool, options.use, tell=options.on_wait))
             if options.join:
                 ensure_joined(pool, options.on_wait)
             opened = open_pool(pool, degraded=True, tell=options.on_wait)

@@ -115,6 +115,9 @@ def test_a_daemon_in_128_mib_serves_writers_and_readers(group: Group) -> None:
             thread.join()
         assert not failures and group.killed() == 0
         pool.command("umount", str(pool.mount))
+        checked = group.kvfs("fsck", str(pool.path), "--verify-data")
+        assert checked.returncode == 0 and "432M read and right" in checked.stdout, checked.stderr
+        assert group.killed() == 0
 
 
 def test_a_limit_below_the_need_is_named_before_anything_is_made(group: Group) -> None:
@@ -125,6 +128,9 @@ def test_a_limit_below_the_need_is_named_before_anything_is_made(group: Group) -
         assert failed.returncode == 1
         for words in ("memory limit is 80M", str(group.limit), "20M of --staging", "96M in all is the least"):
             assert words in failed.stderr
+        checked = group.kvfs("fsck", str(pool.path))
+        assert checked.returncode == 1 and str(group.limit) in checked.stderr
+        assert "memory limit is 80M" in checked.stderr and "needs 96M at least" in checked.stderr
         assert sorted(path.name for path in pool.path.iterdir()) == before
         doctor = group.kvfs("doctor")
         assert "80 MiB: the cgroup's limit" in doctor.stdout and "a mount cannot work: memory" in doctor.stdout

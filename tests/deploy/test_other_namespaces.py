@@ -12,6 +12,12 @@ import pytest
 from boxes import Box, box, inside, is_mounted, kvfs
 from helpers import Pool, assert_same, content, read_file, run, slowness, write_file
 
+from kvfs.pool import owner
+from kvfs.pool.format import Beat
+from kvfs.pool.lock import locked
+from kvfs.pool.owner import wait_free
+from kvfs.store.fsck import fsck
+
 DATA = content(3 << 20, "box")
 
 
@@ -109,8 +115,9 @@ def test_an_unmount_where_only_the_mount_is_seen_does_not_say_that_the_pool_is_c
     pool = unmounted
     hidden = ["bash", "-c", 'mount -t tmpfs none "$0" && exec "$@"', str(pool.path)]
     with box(pool, propagation="unchanged"):
-        document, _ = umount(pool.mount, *inside(*hidden, propagation="private"))
+        document, said = umount(pool.mount, *inside(*hidden, propagation="private"))
         assert document["clean"] is False
+        assert f"whether the pool is clean is not known: its directory, {pool.path}, is not seen here" in said
         assert is_mounted(pool)
         umount(pool.path)
     pool.start()
@@ -132,6 +139,29 @@ def test_a_daemon_that_was_killed_with_its_container_is_not_watched(unmounted: P
     assert "watching for" not in said and "taken over" not in pool.log_tail()
     assert_same(read_file(pool.mount / "file"), DATA, "after another kill")
     pool.umount()
+
+
+@pytest.mark.parametrize("words", [(), ("--repair",)], ids=["looks", "repairs"])
+def test_a_check_after_a_container_was_killed_does_not_watch(
+    unmounted: Pool, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    """The pool's lock shows that the daemon is dead, also after a holder of the lock that left the devices alone."""
+    pool = unmounted
+    with box(pool, propagation="unchanged") as boxed:
+        write_file(pool.mount / "file", DATA)
+        run("sync", "--file-system", pool.mount)
+        boxed.kill()
+    run("umount", "--lazy", pool.mount)
+    still = owner.Clock(sleep=lambda _: pytest.fail("it watches a beat"))
+
+    def free(read: Any, here: Beat, claimed: Any, tell: Any = None, clock: Any = None, dead: Beat | None = None) -> Any:
+        return wait_free(read, here, claimed, tell, still, dead)
+
+    monkeypatch.setattr(owner, "wait_free", free)
+    with locked(pool.path, "looked at"):
+        pass
+    report = fsck(pool.path, repair=bool(words))
+    assert report.healthy and report.clean == bool(words)
 
 
 def test_a_bind_mount_with_files_is_mounted_over_when_told(unmounted: Pool) -> None:
