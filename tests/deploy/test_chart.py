@@ -10,6 +10,7 @@ import json
 import pathlib
 import subprocess
 import sys
+import tempfile
 import textwrap
 import tomllib
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 from helpers import REPOSITORY, run
 
+from kvfs.cli import settings
 from kvfs.cli.command import parser as kvfs_parser
 from kvfs.csi.server import parser as plugin_parser
 
@@ -39,7 +41,7 @@ FULL = {
         "nodes": {"node-a.example": [BY_ID, "ng:/dev/ng0n1", "nvme-tcp://10.0.0.7:4420/nqn.2026-01.example:a?nsid=1"]},
         "formatArgs": ["--stripe-width", "2"], "directory": "/srv/pools", "mounts": "/mnt/kvfs",
     },
-    "daemon": {"staging": "1G", "readMemory": "512M", "extraArgs": ["--io-timeout", "5000"],
+    "daemon": {"staging": "1G", "readMemory": "512M", "options": {"io-timeout": 5000, "options": "noexec"},
                "resources": {"requests": {"cpu": "4", "memory": "4Gi"}, "limits": {"memory": "8Gi"}}},
     "hold": {"enabled": True, "timeout": 300},
     "native": {"namespaces": ["team-a", "team-b"]},
@@ -90,19 +92,19 @@ def container(spec: dict[str, Any], name: str) -> dict[str, Any]:
     return found
 
 
-def daemon_arguments(spec: dict[str, Any]) -> argparse.Namespace:
-    """The daemon's arguments by kvfs's own parser. It leaves out what is not given: pool.toml may say it."""
-    nothing = argparse.Namespace(
-        metrics=None,
-        hold=None,
-        native_in=[],
-        staging=None,
-        read_memory=None,
-        log_format=None,
-        foreground=False,
-        allow_other=False,
-    )
-    return argparse.Namespace(**{**vars(nothing), **vars(kvfs_parser().parse_args(container(spec, "daemon")["args"]))})
+def daemon_arguments(documents: list[dict[str, Any]]) -> argparse.Namespace:
+    """The daemon's options as kvfs itself reads them: of its command line, and of the file that kubelet lays there."""
+    spec = pod(documents, "daemon")
+    serving = container(spec, "daemon")
+    given = kvfs_parser().parse_args(serving["args"])
+    directory, name = mounted(serving)["options"]["mountPath"], given.config.name
+    assert given.config.parent == pathlib.Path(directory)
+    (laid,) = [item["configMap"]["name"] for item in spec["volumes"] if item["name"] == "options"]
+    with tempfile.TemporaryDirectory() as work:
+        given.config = pathlib.Path(work) / name
+        given.config.write_text(only(documents, "ConfigMap", laid)["data"][name])
+        settings.resolve(given, pathlib.Path(given.pool))
+    return given
 
 
 def mounted(container: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -150,13 +152,14 @@ def test_a_wrong_object_would_be_seen() -> None:
 def test_the_commands_take_the_arguments_of_their_containers(values: dict[str, Any]) -> None:
     documents = rendered(values)
     spec = pod(documents, "daemon")
-    given = daemon_arguments(spec)
+    given = daemon_arguments(documents)
     pool = values["pool"]
     name, mounts = pool.get("name", "default"), pool.get("mounts", "/run/kvfs")
     assert given.foreground and given.allow_other
     assert (given.pool, given.mountpoint) == (f"{pool.get('directory', '/var/lib/kvfs')}/{name}", f"{mounts}/{name}")
     assert (given.metrics is not None) == (values is FULL) and given.log_format == "json"
     assert (given.staging, given.read_memory) == ((1 << 30, 512 << 20) if values is FULL else (None, None))
+    assert (given.io_timeout, given.options) == ((5000, "noexec") if values is FULL else (None, ""))
     probe = container(spec, "daemon")["readinessProbe"]
     assert probe.get("httpGet", {}).get("path") == ("/readyz" if values is FULL else None)
     assert ("exec" in probe) == (values is not FULL)
@@ -171,13 +174,11 @@ def test_the_commands_take_the_arguments_of_their_containers(values: dict[str, A
 
 
 def test_native_access_is_the_named_namespaces_alone() -> None:
-    spec = pod(rendered(FULL), "daemon")
-    assert daemon_arguments(spec).native_in == ["/team-a", "/team-b"]
-    assert spec["hostPID"] is True
+    assert daemon_arguments(rendered(FULL)).native_in == ["/team-a", "/team-b"]
+    assert pod(rendered(FULL), "daemon")["hostPID"] is True
     for values in (MINIMAL, RESTRICTED):
-        spec = pod(rendered(values), "daemon")
-        assert daemon_arguments(spec).native_in == []
-        assert "hostPID" not in spec
+        assert daemon_arguments(rendered(values)).native_in == []
+        assert "hostPID" not in pod(rendered(values), "daemon")
     # The plugin has neither the pool nor its devices.
     assert set(host_paths(pod(rendered(FULL), "csi"))) == {"plugins", "registration", "kubelet", "mounts"}
 
@@ -241,14 +242,23 @@ def test_the_holder_and_the_daemon_meet_at_one_socket_and_the_holder_has_no_righ
     holder = container(spec, "hold")
     said = kvfs_parser().parse_args(holder["args"])
     daemon = pod(documents, "daemon")
-    assert said.socket == daemon_arguments(daemon).hold == "/run/kvfs-hold/fast.sock" and said.timeout == 300
+    assert said.socket == daemon_arguments(documents).hold == "/run/kvfs-hold/fast.sock" and said.timeout == 300
     assert mounted(holder)["hold"] == mounted(container(daemon, "daemon"))["hold"]
     assert host_paths(spec) == {"hold": host_paths(daemon)["hold"]}
     assert holder["securityContext"]["capabilities"] == {"drop": ["ALL"]} and "hostPID" not in spec
     for component in ("daemon", "hold"):
         # Neither ends by itself.
         assert only(documents, "DaemonSet", f"kv-{component}")["spec"]["updateStrategy"] == {"type": "OnDelete"}
-    assert daemon_arguments(pod(rendered(MINIMAL), "daemon")).hold is None
+    assert daemon_arguments(rendered(MINIMAL)).hold is None
+
+
+def test_other_options_are_another_pod_of_the_daemon() -> None:
+    def template(options: dict[str, Any]) -> dict[str, Any]:
+        documents = rendered({**MINIMAL, "daemon": {"options": options}})
+        return only(documents, "DaemonSet", "kv-daemon")["spec"]["template"]
+
+    assert template({"slow-ms": 50}) != template({"slow-ms": 60})
+    assert template({"slow-ms": 50})["spec"] == template({"slow-ms": 60})["spec"]
 
 
 def test_each_volume_has_its_claim() -> None:
@@ -308,6 +318,8 @@ def test_prometheus_finds_the_daemon_s_port() -> None:
     ({"native": {"namespaces": ["/"]}}, ("/native/namespaces/0", "'/'")),
     ({"native": {"namespace": ["team-a"]}}, ("/native", "'namespace'")),
     ({"daemon": {"staging": "256Mi"}}, ("/daemon/staging", "256Mi")),
+    ({"daemon": {"options": {"io_timeout": 5}}}, ("propertyName", "'io_timeout'")),
+    ({"daemon": {"options": {"options": {}}}}, ("/daemon/options/options",)),
     ({"csi": {"timeout": 0}}, ("/csi/timeout", "0.1")),
     ({"csi": {"timeout": 61}}, ("/csi/timeout", "60")),
     ({"csi": {"kubelet": "/"}}, ("/csi/kubelet", "'/'")),
@@ -345,7 +357,7 @@ def test_the_page_s_values_render_and_its_pod_is_valid() -> None:
 
 def nodes_of(values: dict[str, Any], work: pathlib.Path) -> pathlib.Path:
     """The configuration as kubelet lays it: a file for each key."""
-    (data,) = [item["data"] for item in rendered(values) if item["kind"] == "ConfigMap"]
+    data = only(rendered(values), "ConfigMap", "kv-pool")["data"]
     nodes = work / "nodes"
     nodes.mkdir()
     for name, text in data.items():

@@ -32,6 +32,22 @@ app.kubernetes.io/component: {{ .component }}
 {{ .Values.hold.directory }}/{{ .Values.pool.name }}.sock
 {{- end -}}
 
+{{/* The daemon's file of options. A text, number or list is the same in JSON and in TOML. */}}
+{{- define "kvfs.options" -}}
+{{- $options := dict "allow-other" true "log-format" .Values.daemon.logFormat -}}
+{{- with .Values.daemon.staging }}{{ $_ := set $options "staging" . }}{{ end -}}
+{{- with .Values.daemon.readMemory }}{{ $_ := set $options "read-memory" . }}{{ end -}}
+{{- if .Values.hold.enabled }}{{ $_ := set $options "hold" (include "kvfs.hold" .) }}{{ end -}}
+{{- $native := list -}}
+{{- range .Values.native.namespaces }}{{ $native = append $native (printf "/%s" .) }}{{ end -}}
+{{- with $native }}{{ $_ := set $options "native-in" . }}{{ end -}}
+{{- if .Values.metrics.enabled }}{{ $_ := set $options "metrics" (printf "0.0.0.0:%d" (int .Values.metrics.port)) }}{{ end -}}
+{{- range $name, $value := .Values.daemon.options }}{{ $_ := set $options $name $value }}{{ end -}}
+{{- range $name, $value := $options }}
+{{ $name }} = {{ toJson $value }}
+{{- end }}
+{{- end -}}
+
 {{/* What both pods of a node share. */}}
 {{- define "kvfs.pod" -}}
 serviceAccountName: {{ include "kvfs.name" . }}
