@@ -261,9 +261,9 @@ def test_a_lock_names_who_had_it_and_was_killed(tmp_path: Path) -> None:
     assert left() is None, "given up in good order"
     left_by(pool, BOXED)
     shutil.copy(pool / "lock", tmp_path / "text")
-    found = left()
-    assert found is not None and owner._process(found) == owner._process(BOXED)
-    assert left() is None
+    for _ in range(2):  # its beats may stand on the devices still: the next one is to know it, too
+        found = left()
+        assert found is not None and owner._process(found) == owner._process(BOXED)
     left_by(pool, ELSEWHERE)
     assert left() is None, "of another boot"
     left_by(pool, replace(BOXED, boot=bytes(16)))
