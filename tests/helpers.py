@@ -56,8 +56,11 @@ def slowness() -> float:
     return SLOWNESS * max(1.0, max(float(mean), int(now.partition("/")[0])) / len(os.sched_getaffinity(0)))
 
 
-def often(few: Any, full: Any) -> Any:
-    """How often to do what is the surer the more often it is done: `few` times, with --run-slow `full` times."""
+def often(few: Any, full: Any, long: Any = None) -> Any:
+    """How often to do what is the surer the more often it is done: `few` times, with --run-slow `full` times, with
+    tools/test --long `long` times."""
+    if long is not None and os.environ.get("KVFS_RUN_LONG"):
+        return long
     return full if os.environ.get("KVFS_RUN_SLOW") else few
 
 

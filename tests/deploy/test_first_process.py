@@ -75,7 +75,7 @@ def contained(own_pool: Callable[..., Pool]) -> Iterator[Callable[[], Contained]
 
 
 def test_an_unmount_beside_the_first_process_ends_with_its_own_status(contained: Callable[[], Contained]) -> None:
-    for _ in range(often(3, 20)):
+    for _ in range(often(3, 5, 100)):
         container = contained()
         assert container.inside("cp", "/etc/passwd", container.pool.mount / "block").returncode == 0
         ended = container.inside(*KVFS, "umount", container.pool.mount)

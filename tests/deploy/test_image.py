@@ -89,7 +89,7 @@ def test_the_mount_of_a_container_is_the_machine_s_and_another_container_s(node:
 
 
 def test_an_unmount_as_a_hook_ends_with_0_before_the_container(node: Node) -> None:
-    for _ in range(helpers.often(2, 10)):
+    for _ in range(helpers.often(2, 3, 50)):
         daemon = node.daemon()
         ended = daemon.inside("kvfs", "umount", f"{MOUNTS}/fast")
         assert ended.returncode == 0, ended.stderr

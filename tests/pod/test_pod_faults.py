@@ -259,7 +259,7 @@ def one_of_two_on_all(pod: Pod, here: str, count: int) -> None:
 
 def test_two_nodes_that_store_one_key_at_once(pod: Pod, here: str) -> None:
     a, b = pod.nodes
-    count = often(100, 1000)
+    count = often(100, 250, 5000)
     both(
         lambda i: stored(a, f"{here}/{i}", block(2 * i, 8192)),
         lambda i: stored(b, f"{here}/{i}", block(2 * i + 1, 8192)),
@@ -270,7 +270,7 @@ def test_two_nodes_that_store_one_key_at_once(pod: Pod, here: str) -> None:
 
 def test_two_nodes_that_write_one_key_in_place_at_once(pod: Pod, here: str) -> None:
     a, b = pod.nodes
-    count = often(50, 500)
+    count = often(50, 125, 2500)
     both(
         lambda i: written_in_place(a.mount / here / str(i), block(2 * i, 8192)),
         lambda i: written_in_place(b.mount / here / str(i), block(2 * i + 1, 8192)),
@@ -281,7 +281,7 @@ def test_two_nodes_that_write_one_key_in_place_at_once(pod: Pod, here: str) -> N
 
 def test_an_unlink_on_one_node_and_a_store_on_the_other_at_once(pod: Pod, here: str) -> None:
     a, b = pod.nodes
-    count = often(60, 500)
+    count = often(60, 125, 2500)
     for i in range(count):
         stored(a, f"{here}/{i}", block(2 * i, 8192))
     for i in range(count):
@@ -305,7 +305,7 @@ def test_an_unlink_on_one_node_and_a_store_on_the_other_at_once(pod: Pod, here: 
 
 def test_an_unlink_of_the_others_block_while_its_owner_stores_it_again(pod: Pod, here: str) -> None:
     a, b = pod.nodes
-    count = often(60, 500)
+    count = often(60, 125, 2500)
     for i in range(count):
         stored(a, f"{here}/{i}", block(2 * i, 8192))
     for i in range(count):
@@ -367,7 +367,7 @@ def test_a_handle_has_one_content_while_the_owner_rewrites(pod: Pod, here: str) 
     for thread in threads:
         thread.start()
     try:
-        for i in range(1, often(60, 600), 2):
+        for i in range(1, often(60, 150, 3000), 2):
             stored(a, f"{here}/a", block(i))
             (a.mount / here / "a").write_bytes(block(i + 1))
     finally:

@@ -156,4 +156,4 @@ def _race(pod: Pod, here: str, writer: Callable[[Node, str, bytes], None], other
 def test_two_nodes_at_once(
     pod: Pod, here: str, writer: Callable[[Node, str, bytes], None], other: Callable[[Node, str, bytes], None]
 ) -> None:
-    _race(pod, here, writer, other, often(60, 200))
+    _race(pod, here, writer, other, often(60, 100, 1000))

@@ -14,7 +14,7 @@ from mutations import MUTATIONS, SHORT, mutated
 from simulation import Wrong, run_seed, run_seeds
 
 PARTS = often(4, 8)
-SEEDS = often(1000, 10_000)
+SEEDS = often(1000, 4000)
 SHORT_SEEDS = often(200, 2000)
 
 
