@@ -27,6 +27,8 @@ def _hold(args: argparse.Namespace) -> int:
     import logging
 
     from kvfs.hold.holder import Holder, listen
+    from kvfs.hold.service import notify
+    from kvfs.hold.words import HoldError
 
     path = Path(args.socket).absolute()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -34,6 +36,8 @@ def _hold(args: argparse.Namespace) -> int:
     args.signals.outlive_terminal()  # mounts need it
     with listen(path) as listener:
         emit_line(args, {"socket": str(path)})
+        with suppress(HoldError):
+            notify("READY=1")
         try:
             Holder(listener, args.timeout).run()
         finally:

@@ -337,7 +337,8 @@ class Daemon:
 
     async def _end_on_stop(self) -> None:
         await self._stop.wait()
-        notify_manager("STOPPING=1")
+        if not self._leaves:  # else ExecStop= of the unit unmounts, unless it is being restarted
+            notify_manager("STOPPING=1")
         self._store.ending()
         if self._leaves:
             log.info("%s stays mounted, for the next daemon", self._mountpoint)

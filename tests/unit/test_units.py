@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import configparser
+import os
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from kvfs.hold.words import FDS_MAX
+
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 # As systemd-analyze counts exposure, times ten; a service without any sandbox has 96.
-EXPOSED_AT_MOST = {"kvfs@.service": 60, "kvfs-export@.service": 45, "kvfs-keep@.service": 15}
+EXPOSED_AT_MOST = {"kvfs@.service": 60, "kvfs-export@.service": 45, "kvfs-keep@.service": 15, "kvfs-hold@.service": 20}
 
 
 def _analyze(*command: str | Path) -> subprocess.CompletedProcess[str]:
@@ -41,8 +45,43 @@ def test_systemd_takes_a_unit_and_finds_it_sandboxed(name: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("name", EXPOSED_AT_MOST)
 def test_a_unit_leaves_the_place_of_the_command_to_who_installs_it(name: str) -> None:
-    commands = re.findall(r"^Exec(?:Start|Stop)\w*=(\S+)", (TOOLS / name).read_text(), flags=re.M)
-    assert commands and set(commands) == {"@bindir@/kvfs"}
+    commands = re.findall(r"^Exec(?:Start|Stop)\w*=(.+)", (TOOLS / name).read_text(), flags=re.M)
+    assert commands and all(
+        set(re.findall(r"[^\s-]\S*/kvfs(?= )", command)) == {"@bindir@/kvfs"} for command in commands
+    )
+
+
+def test_systemd_s_store_has_room_for_a_mount() -> None:
+    """Each clone of /dev/fuse, and the lists, the words and the pipe of kvfs/hold/service.py."""
+    header = (TOOLS.parent / "native/include/kvfs_plane.h").read_text()
+    clones = re.search(r"#define KVFS_HELD_DESCRIPTORS_MAX (\d+)", header)
+    room = re.search(r"^FileDescriptorStoreMax=(\d+)$", (TOOLS / "kvfs@.service").read_text(), flags=re.M)
+    assert clones and room and int(clones[1]) + 4 <= int(room[1]) <= FDS_MAX
+
+
+@pytest.mark.parametrize(
+    ("job", "unmounts"),
+    [("7 kvfs@kv.service restart running", False), ("7 kvfs@kv.service stop running", True), ("", True)],
+)
+def test_a_mount_is_unmounted_as_its_unit_stops_and_not_as_it_restarts(
+    tmp_path: Path, job: str, unmounts: bool
+) -> None:
+    """ExecStop= runs for both: systemd's job tells which it is. A double of systemctl lists it; the mount is busy."""
+    for name, text in (("systemctl", f"echo '{job}'"), ("kvfs", 'echo "$@"; exit 1')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    (line,) = re.findall(r"^ExecStop=(.+)", (TOOLS / "kvfs@.service").read_text(), flags=re.M)
+    text = line.removeprefix("-").replace("%n", "kvfs@kv.service").replace("%i", "kv")
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    words = shlex.split(text.replace("@bindir@", str(tmp_path)))
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    assert done.stdout.splitlines() == (["umount /srv/kv", "umount --lazy /srv/kv"] if unmounts else [])
+
+
+def test_an_unmount_by_hand_is_no_failure_of_the_unit() -> None:
+    """ExecStop= then runs as well, with nothing to unmount, and Restart=on-failure mounted it again."""
+    for name in ("kvfs@.service", "kvfs-export@.service"):
+        assert "\nExecStop=-" in (TOOLS / name).read_text()
 
 
 def test_the_relay_is_not_root() -> None:
