@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import cast
 
 from kvfs._native import ffi, lib
@@ -19,6 +20,13 @@ def check_records(records: bytes, *, epoch_max: int, segment_count: int, end_pag
         reason = ffi.string(why[0]).decode()
         raise FormatError(f"{origin}: record at {at[0]} of {len(records)}, inode {inode}: {reason}")
     return cast(int, count)
+
+
+def count_pages(records: bytes, pages: array[int]) -> None:
+    """Add the pages of each sealed block, its header's included, to those of its segments: 64 bits for each segment.
+    FormatError."""
+    if lib.kvfs_records_pages(records, len(records), lent(pages, "uint64_t[]"), len(pages)) < 0:
+        raise FormatError(f"{len(records)} bytes of inode records: one is none, or lies beyond {len(pages)} segments")
 
 
 def checksum(data: bytes | bytearray, secret: int) -> int:

@@ -30,6 +30,7 @@ from kvfs.client.gpu import examine_cuda, examine_cufile
 from kvfs.errors import PoolError, printable
 from kvfs.pool import nvme_kernel
 from kvfs.pool.config import load
+from kvfs.units import kernel_version
 
 # FUSE_NOTIFY_INC_EPOCH came with 6.16. Without it every name is looked up again on each use, so that an evicted one is
 # never seen.
@@ -139,12 +140,6 @@ def render(checks: list[Check]) -> str:
     export = "; kvfs export can" if set(fatal) <= {"/dev/fuse", "fusermount3"} else ""
     lines.append(f"a mount cannot work: {', '.join(fatal)}{export}" if fatal else "a mount can work here")
     return "\n".join(printable(line) for line in lines)
-
-
-def kernel_version(release: str) -> tuple[int, int]:
-    """(6, 18) of 6.18.44-generic."""
-    match = re.match(r"(\d+)(?:\.(\d+))?", release)
-    return (int(match[1]), int(match[2] or 0)) if match else (0, 0)
 
 
 def _python() -> Iterator[Check]:

@@ -1,4 +1,4 @@
-"""Numbers that every room may need: sizes as people write them, percentiles of a latency histogram. Pure."""
+"""Numbers that every room may need: sizes as people write them, percentiles, versions. Pure."""
 
 from __future__ import annotations
 
@@ -27,6 +27,12 @@ def percentile_ns(buckets: Sequence[int], percent: float) -> float:
             return low + (float(1 << index) - low) * max(0.0, wanted - below) / here
         below += here
     return float(1 << (len(buckets) - 1))
+
+
+def kernel_version(release: str) -> tuple[int, int]:
+    """(6, 18) of 6.18.44-generic."""
+    match = re.match(r"(\d+)(?:\.(\d+))?", release)
+    return (int(match[1]), int(match[2] or 0)) if match else (0, 0)
 
 
 def parse_size(text: str, *, what: str = "size") -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import importlib
 import itertools
 import os
 import sys
@@ -16,19 +17,6 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 from kvfs import __version__, signals
-from kvfs.cli import (
-    completion,
-    events,
-    holding,
-    keeping,
-    measuring,
-    mounting,
-    pod,
-    pools,
-    programs,
-    replaying,
-    watching,
-)
 from kvfs.cli.arguments import Parser, Verbs, WrongCommandLine
 from kvfs.cli.output import ToldError, ToldInterrupt, error_part, print_json
 from kvfs.cli.programs import RUN_VERBS
@@ -38,16 +26,16 @@ from kvfs.errors import KvfsError, UsageError, first_error, printable
 DAEMON_PACKAGES = frozenset({"pyfuse3", "trio", "lmdb", "xxhash"})
 
 
-# In the order of `kvfs --help`.
-_VERBS = (
-    pools.add_format, mounting.add_mount, mounting.add_export, mounting.add_keep, holding.add_hold, mounting.add_umount,
-    watching.add_status, watching.add_list, watching.add_stats, watching.add_top, watching.add_metrics,
-    events.add_events,
-    pools.add_fsck, keeping.add_pins, keeping.add_prestage, keeping.add_evict, pools.add_discover, pools.add_device,
-    pod.add_pod,
-    pools.add_doctor, pools.add_import, measuring.add_bench, replaying.add_replay,
-    completion.add_completion, programs.add_run_verbs, programs.add_nixl_plugins, completion.add_man,
-    completion.add_help,
+# In the order of `kvfs --help`: a file of this room, what adds a verb there, and its verbs' names if they are others.
+_VERBS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("pools", "format", ()), ("mounting", "mount", ()), ("mounting", "export", ()), ("mounting", "keep", ()),
+    ("holding", "hold", ()), ("mounting", "umount", ()), ("watching", "status", ()), ("watching", "list", ()),
+    ("watching", "stats", ()), ("watching", "top", ()), ("watching", "metrics", ()), ("events", "events", ()),
+    ("pools", "fsck", ()), ("keeping", "pins", ("pin", "unpin")), ("keeping", "prestage", ()), ("keeping", "evict", ()),
+    ("pools", "discover", ()), ("pools", "device", ()), ("pod", "pod", ()), ("pools", "doctor", ()),
+    ("pools", "import", ()), ("measuring", "bench", ()), ("replaying", "replay", ()),
+    ("completion", "completion", ()), ("programs", "run_verbs", tuple(RUN_VERBS)),
+    ("programs", "nixl_plugins", ("nixl-plugins",)), ("completion", "man", ()), ("completion", "help", ()),
 )  # fmt: skip
 
 
@@ -57,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with signals.handled() as heard:
 
         def command() -> int:
-            args = parser().parse_args(arguments)
+            args = parser(arguments[0] if arguments else None).parse_args(arguments)
             args.signals = heard
             return cast(int, args.function(args))
 
@@ -132,11 +120,13 @@ def _fail(error: object, debug: bool, status: int, as_json: bool, text: str | No
     return status
 
 
-def parser() -> argparse.ArgumentParser:
-    """The whole command line; completion and manual pages are made from it as well (usage.py)."""
+def parser(verb: str | None = None) -> argparse.ArgumentParser:
+    """The whole command line; completion and manual pages are made from it as well (usage.py). With the name of a verb
+    that tells of no other, that one alone: the others' files take longer to load than many a verb runs."""
     top = Parser(prog="kvfs", description="A striped cache of KV blocks, mounted as a filesystem.", allow_abbrev=False)
     top.add_argument("--version", action="version", version=f"kvfs {__version__}")
     verbs = Verbs(top)
-    for add in _VERBS:
-        add(verbs)
+    named = [(family, what) for family, what, names in _VERBS if verb in (names or (what,)) and family != "completion"]
+    for family, what in named or [(family, what) for family, what, _ in _VERBS]:
+        getattr(importlib.import_module(f"kvfs.cli.{family}"), f"add_{what}")(verbs)
     return top

@@ -10,7 +10,7 @@ from kvfs.cgroup import DAEMON_SIZE, LEAST, PART_MIN, fitting, memory_limit
 from kvfs.errors import KvfsError, UsageError
 from kvfs.hold.service import SYSTEMD
 from kvfs.store.opening import StoreOptions
-from kvfs.units import told_size
+from kvfs.units import kernel_version, told_size
 from kvfs.virtiofs.exports import Export
 
 HOLD_KERNEL = (6, 9)  # FUSE_NOTIFY_RESEND
@@ -79,8 +79,6 @@ def own_limit_ms(request_timeout_s: int | None, limit_ms: int) -> int:
 
 def check_hold(options: MountOptions) -> None:
     """UsageError for what a mount that outlives its daemon cannot have."""
-    from kvfs.doctor import kernel_version
-
     if options.hold is None:
         return
     if options.request_timeout_s is not None:
@@ -96,11 +94,11 @@ def check_hold(options: MountOptions) -> None:
 
 
 def check_request_timeout(options: MountOptions) -> None:
-    from kvfs.doctor import REQUEST_TIMEOUT_KERNEL, kernel_version
-
     timeout_s, release = options.request_timeout_s, platform.release()
     if timeout_s is None:
         return
+    from kvfs.doctor import REQUEST_TIMEOUT_KERNEL
+
     if not REQUEST_TIMEOUT_MIN_S <= timeout_s <= REQUEST_TIMEOUT_MAX_S:
         raise UsageError(
             f"--request-timeout {timeout_s}: {REQUEST_TIMEOUT_MIN_S} to {REQUEST_TIMEOUT_MAX_S} s are possible"

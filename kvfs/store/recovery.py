@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import logging
 import struct
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import trio
 
+from kvfs.checks import count_pages
 from kvfs.errors import FormatError, KvfsError
 from kvfs.index.lmdb import Bulk, LmdbIndex
 from kvfs.plane import Plane
@@ -80,6 +82,8 @@ async def recover(
     inherited: Inheritance | None = None,
 ) -> None:  # fmt: skip
     """Bring index and segments together after an unclean end. Afterwards every segment is FREE or CLOSED.
+
+    The summaries are told of it a second later, with all else: that takes time for each block, and requests wait.
 
     The index knows the fate of every block up to known_version, but those in flight. An inheritance is newer.
     """
@@ -184,22 +188,12 @@ async def _admit_summary(segments: Segments, segment: Segment, admission: Admiss
 
 async def recount(index: LmdbIndex, segments: Segments) -> None:
     """Count live pages anew from all records, those that no commit writes included."""
-    live = [0] * len(segments.all)
+    live = array("Q", bytes(8 * len(segments.all)))
     index.commit_now()
     for chunk in index.records(1 << 20):
-        for at, _ in split_records(chunk):
-            head = RECORD_HEAD.unpack_from(chunk, at)
-            if head[1] != Kind.FILE:
-                continue
-            if head[12] == 0:
-                live[head[9]] += head[11] + (head[7] + 4095) // 4096
-            else:
-                for holder, pages in usage(Inode.unpack(chunk, at)).items():
-                    live[holder] += pages
+        count_pages(chunk, live)
         await trio.lowlevel.checkpoint()
-    for record in nameless_blocks(index):
-        for holder, pages in usage(Inode.unpack(record)).items():
-            live[holder] += pages
+    count_pages(b"".join(nameless_blocks(index)), live)
     for segment in segments.own:
         if segment.live_pages != live[segment.index]:
             segment.live_pages = live[segment.index]

@@ -233,9 +233,6 @@ class Store:
             self.plane.table_load(self._root_record())
         self.segments.start()
         self.evictor.begin()
-        if not clean and not rebuild:
-            # The summaries keep what recovery found, even if the next crash takes the index along.
-            await self.segments.flush_summaries()
         stack.push_async_callback(self._close)
         self.blocks.space.update()
         await self.service.take_in_stale()

@@ -590,6 +590,9 @@ struct kvfs_record_limits {
 /* Check concatenated inode records that come from a device. Returns their number. -EBADMSG, with *at and *why (a constant) for the first
  * that no kvfs can have written. Any thread; does not block. */
 int64_t kvfs_records_check(const struct kvfs_record_limits *limits, const void *records, uint64_t size, uint64_t *at, const char **why);
+/* Count the pages of sealed blocks, headers included: each adds to pages[] of its segments. Returns the number of records, or -EBADMSG if they are
+ * none. Any thread; does not block. */
+int64_t kvfs_records_pages(const void *records, uint64_t size, uint64_t *pages, uint32_t segment_count);
 /* Device I/Os in flight on a segment, given-up ones included: it may be written again only at 0. */
 uint32_t kvfs_segment_busy(struct kvfs_plane *plane, uint32_t segment);
 

@@ -23,7 +23,7 @@ import pytest
 from helpers import KIB, Pool, content, mount_device, process_alive, wait_until
 from workload import Child
 
-from kvfs.doctor import kernel_version
+from kvfs.units import kernel_version
 
 PAGES = 16
 

@@ -14,8 +14,9 @@ import pytest
 from helpers import MIB, CommandError, Pool, assert_same, content, read_file, run, slowness, wait_until, write_file
 
 import kvfs
-from kvfs.doctor import REQUEST_TIMEOUT_KERNEL, kernel_version
+from kvfs.doctor import REQUEST_TIMEOUT_KERNEL
 from kvfs.errors import DeadlineError
+from kvfs.units import kernel_version
 
 pytestmark = pytest.mark.usefixtures("only_root")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvfs import doctor
+from kvfs import doctor, units
 
 
 def test_every_check_says_what_it_found() -> None:
@@ -23,7 +23,7 @@ def test_every_check_says_what_it_found() -> None:
     ("release", "version"), [("6.18.44-generic", (6, 18)), ("5.15.0", (5, 15)), ("6.1-rc3", (6, 1)), ("7", (7, 0))]
 )
 def test_kernel_releases_are_compared_as_numbers(release: str, version: tuple[int, int]) -> None:
-    assert doctor.kernel_version(release) == version
+    assert units.kernel_version(release) == version
 
 
 def test_an_old_kernel_cannot_mount(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,6 +141,32 @@ int64_t kvfs_records_check(const struct kvfs_record_limits *limits, const void *
     return count;
 }
 
+int64_t kvfs_records_pages(const void *records, uint64_t size, uint64_t *pages, uint32_t segment_count) {
+    const uint8_t *at = records, *end = at + size;
+    int64_t count = 0;
+    for (struct kvfs_inode_record r; at < end; at += r.record_size, count++) {
+        if ((uint64_t)(end - at) < sizeof(r))
+            return -EBADMSG;
+        memcpy(&r, at, sizeof(r));
+        uint64_t extents_at = sizeof(r) + round_up(r.name_size, 8);
+        if (r.record_size > (uint64_t)(end - at) || r.record_size < extents_at + (uint64_t)r.extent_count * sizeof(struct kvfs_extent))
+            return -EBADMSG;
+        if (r.kind != KVFS_KIND_FILE || !(r.flags & KVFS_INODE_SEALED))
+            continue;
+        if (r.segment >= segment_count)
+            return -EBADMSG;
+        pages[r.segment] += r.header_pages + (r.extent_count ? 0 : pages_of(r.size));
+        for (uint32_t i = 0; i < r.extent_count; i++) {
+            struct kvfs_extent e;
+            memcpy(&e, at + extents_at + i * sizeof(e), sizeof(e));
+            if (e.segment >= segment_count)
+                return -EBADMSG;
+            pages[e.segment] += e.page_count;
+        }
+    }
+    return count;
+}
+
 bool records_sound(const struct geometry *geometry, uint64_t epoch_max, const uint8_t *records, uint64_t size) {
     struct kvfs_record_limits limits = limits_of(geometry, epoch_max);
     uint64_t at;
