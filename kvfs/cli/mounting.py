@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import gc
 import os
 import time
 from collections.abc import Sequence
@@ -129,6 +130,14 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _start(args: argparse.Namespace, options: MountOptions) -> int:
+    gc.disable()  # the modules' objects all stay; the daemon collects garbage once it is ready
+    try:
+        return _serve(args, options)
+    finally:
+        gc.enable()
+
+
+def _serve(args: argparse.Namespace, options: MountOptions) -> int:
     from kvfs.daemon.process import start
     from kvfs.status import prometheus
     from kvfs.status.endpoint import parse_address

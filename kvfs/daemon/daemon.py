@@ -234,6 +234,7 @@ class Daemon:
         # Objects that exist now stay: a collection need not look at them, and is seldom needed.
         gc.freeze()
         gc.set_threshold(*_GC_THRESHOLDS)
+        gc.enable()
         reporter.ready(pool)
         notify_manager("READY=1")
         if self._mountpoint is not None:

@@ -45,6 +45,7 @@ CASES = {
     "virtiofs": "zram",
     "vhost": "zram",
     "nvme": "zram",
+    "take-over": "files",
     "replay": "files",
     "million": "zram",
 }

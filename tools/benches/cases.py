@@ -44,6 +44,7 @@ from benches.replay import case_replay
 from benches.report import size_text
 from benches.rig import Kvfs, Rig, Side
 from benches.slab import case_slab
+from benches.take_over import case_take_over
 from benches.vhost import case_vhost
 from benches.virtiofs import case_virtiofs
 
@@ -483,6 +484,7 @@ CASES = {
     "virtiofs": Case(case_virtiofs, BOTH),
     "vhost": Case(case_vhost, BOTH),
     "nvme": Case(case_nvme, ("zram",)),
+    "take-over": Case(case_take_over, BOTH),
     "replay": Case(case_replay, ("files",)),
     "million": Case(case_million, ("zram",)),
 }

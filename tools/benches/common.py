@@ -61,6 +61,9 @@ class Scale:
     small_files: int
     million: int
     few: int  # the counterpart of a million
+    take_overs: int
+    few_taken: int  # blocks in the pool then, at first
+    many_taken: int  # and at last
     slab: int
     slab_s: int
     idle_s: int
@@ -86,6 +89,9 @@ FULL = Scale(
     small_files=4_000,
     million=1_000_000,
     few=10_000,
+    take_overs=20,
+    few_taken=200,
+    many_taken=100_000,
     slab=GIB,
     slab_s=5,
     idle_s=5,
@@ -110,6 +116,9 @@ QUICK = Scale(
     small_files=100,
     million=2_000,
     few=500,
+    take_overs=2,
+    few_taken=50,
+    many_taken=500,
     slab=32 * MIB,
     slab_s=1,
     idle_s=2,
