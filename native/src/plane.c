@@ -232,6 +232,7 @@ void kvfs_plane_destroy(struct kvfs_plane *plane) {
         plane->requests_free = next;
     }
     feed_destroy(plane->feed);
+    lost_end(plane);
     foreign_leave(plane);
     if (plane->table)
         kvfs_table_destroy(plane->table);

@@ -157,6 +157,20 @@ void node_released(struct kvfs_plane *plane, struct node *node, bool was_writer)
 /* Close all handles of a transport. Returns the inode of a directory that Python is to release. Called again, *from on, until it returns 0. */
 uint64_t handles_drop(struct kvfs_plane *plane, struct transport *transport, uint32_t *from);
 
+/* ---- lost.c ---- */
+
+struct lost_handles;
+/* The mount was an earlier daemon's: what its kernel has open is counted from now on, as far as it shows. 0 or -ENOMEM. */
+int lost_begin(struct kvfs_plane *plane);
+void lost_end(struct kvfs_plane *plane);
+/* The node of a sealed block, for a READ by a number that nobody here has given out; or -EBADF, -ENOMEM. counted: it is open until lost_close(). */
+int lost_read(struct kvfs_plane *plane, bool counted, uint64_t inode, uint64_t fh, struct node **out);
+/* The inode loses its name: it stays open until lost_forget(), if this kernel's request takes the name. Within a step. */
+void lost_keep(struct kvfs_plane *plane, uint64_t inode);
+void lost_close(struct kvfs_plane *plane, uint64_t inode, uint64_t fh);
+/* The kernel knows the inode no more, so it has no handle of it. */
+void lost_forget(struct kvfs_plane *plane, uint64_t inode);
+
 /* ---- processes.c: who uses blocks, and in which order ---- */
 
 #define PROCESSES_KNOWN 1021u
@@ -442,6 +456,8 @@ struct request {
 void read_submit(struct request *request);
 void reads_retry(struct io_thread *io); /* reads that wait for memory */
 struct request *request_get(struct kvfs_plane *plane);
+/* Some were got and not put. */
+bool requests_are_busy(struct kvfs_plane *plane);
 void request_put(struct kvfs_plane *plane, struct request *request);
 enum { LATENCY_LOOKUP, LATENCY_OPEN, LATENCY_READ, LATENCY_WRITE, LATENCY_FORWARD };
 /* Returns the request's duration in ns. A caller that answers with an error calls slow_look() with it, too. */
@@ -572,9 +588,10 @@ struct kvfs_plane {
     pthread_mutex_t request_lock;
     struct request *requests_free;
     struct request *memory_parked, *memory_parked_last; /* WRITEs that wait for staging; under request_lock */
-    atomic_uint requests_busy;                          /* got and not put */
+    uint32_t requests_busy;                             /* got and not put; under request_lock */
     atomic_ullong unparks;                              /* of those; changed under request_lock */
     struct written *written;                            /* NULL: no other process keeps such a list */
+    struct lost_handles *lost;                          /* NULL: the mount is of this daemon alone */
     struct fuse *fuse;                                  /* fuse/fuse.h */
     struct guests *guests;                              /* virtiofs/virtio.h */
 };

@@ -6,12 +6,16 @@ struct request *request_get(struct kvfs_plane *plane) {
     struct request *request = plane->requests_free;
     if (request)
         plane->requests_free = request->next;
+    plane->requests_busy++;
     pthread_mutex_unlock(&plane->request_lock);
     if (!request)
         request = malloc(sizeof(*request));
     if (request) {
         memset(request, 0, sizeof(*request));
-        atomic_fetch_add(&plane->requests_busy, 1);
+    } else {
+        pthread_mutex_lock(&plane->request_lock);
+        plane->requests_busy--;
+        pthread_mutex_unlock(&plane->request_lock);
     }
     return request;
 }
@@ -30,8 +34,15 @@ void request_put(struct kvfs_plane *plane, struct request *request) {
     pthread_mutex_lock(&plane->request_lock);
     request->next = plane->requests_free;
     plane->requests_free = request;
+    plane->requests_busy--;
     pthread_mutex_unlock(&plane->request_lock);
-    atomic_fetch_sub(&plane->requests_busy, 1);
+}
+
+bool requests_are_busy(struct kvfs_plane *plane) {
+    pthread_mutex_lock(&plane->request_lock);
+    bool busy = plane->requests_busy != 0;
+    pthread_mutex_unlock(&plane->request_lock);
+    return busy;
 }
 
 uint64_t latency_add(struct kvfs_plane *plane, uint32_t operation, uint64_t arrived_ns) {

@@ -62,6 +62,7 @@ int kvfs_inode_overtaken(struct kvfs_plane *plane, uint64_t inode, uint64_t vers
 static int nameless(struct kvfs_plane *plane, uint64_t inode, bool linger, int (*change)(struct kvfs_plane *, uint64_t, int keep, const void *),
                     const void *argument) {
     struct shard *shard = shard_of(plane, inode);
+    lost_keep(plane, inode);
     pthread_mutex_lock(&shard->lock);
     struct node *node = shard->nodes[(inode * 0x9e3779b97f4a7c15ull) >> 54];
     while (node && node->inode != inode)

@@ -262,15 +262,11 @@ static void read_staged(struct server *server, struct request *request) {
 
 /* A kernel that has outlived a daemon reads on with handles that the new daemon never gave out. A sealed block needs only the node id. A host's kernel
  * may have pages of a file that was being written: nothing that is sealed may stand beside them. */
-static int find_lost(struct server *server, uint64_t inode, struct handle *out) {
+static int find_lost(struct server *server, uint64_t inode, uint64_t fh, struct handle *out) {
     struct kvfs_plane *plane = server->plane;
-    struct kvfs_record record;
     if (!server->transport->guest && (!server->transport->taken || written_earlier(plane, inode)))
         return -EBADF;
-    if (is_foreign(inode) || kvfs_table_find_inode(plane->table, inode, &record) < 0 || !(record.flags & KVFS_INODE_SEALED) || !S_ISREG(record.mode))
-        return -EBADF;
-    out->node = node_get(plane, inode, true);
-    return out->node ? 0 : -ENOMEM;
+    return lost_read(plane, server->transport->taken, inode, fh, &out->node);
 }
 
 static void do_read(struct server *server, struct fuse_in_header *in) {
@@ -278,7 +274,7 @@ static void do_read(struct server *server, struct fuse_in_header *in) {
     struct fuse_read_in read;
     memcpy(&read, in + 1, sizeof(read));
     struct handle handle = {0};
-    int r = handle_find(plane, server->transport, read.fh, in->nodeid, &handle) ? 0 : find_lost(server, in->nodeid, &handle);
+    int r = handle_find(plane, server->transport, read.fh, in->nodeid, &handle) ? 0 : find_lost(server, in->nodeid, read.fh, &handle);
     if (r == 0 && read.size > server->transport->max_read)
         r = -EINVAL;
     struct request *request = r == 0 ? request_new(server, in, handle.node) : NULL;
@@ -439,6 +435,8 @@ static void do_release(struct server *server, struct fuse_in_header *in) {
     bool was_writer = false;
     struct node *node = handle_close(server->plane, server->transport, release.fh, in->nodeid, &was_writer);
     reply_error(server, in->unique, 0);
+    if (!node && server->transport->taken)
+        lost_close(server->plane, in->nodeid, release.fh);
     if (node) {
         node_released(server->plane, node, was_writer);
         node_put(server->plane, node);
@@ -592,7 +590,28 @@ static void do_forward(struct server *server, struct fuse_in_header *in) {
     mux_forward(server, 0, 0);
 }
 
-/* FORGET: nobody counts lookups (I26). INTERRUPT: a forwarded request has its deadline (I24). */
+/* Nobody counts lookups (I26). But what the kernel has forgotten, nobody has open by a handle of before. */
+static void do_forget(struct server *server, struct fuse_in_header *in) {
+    if (server->transport->taken)
+        lost_forget(server->plane, in->nodeid);
+}
+
+/* As many as lie in the head of a request, and behind it, where the payload of a WRITE would be. */
+static void do_batch_forget(struct server *server, struct fuse_in_header *in) {
+    struct fuse_batch_forget_in batch;
+    struct fuse_forget_one one;
+    memcpy(&batch, in + 1, sizeof(batch));
+    size_t at = sizeof(*in) + sizeof(batch);
+    for (uint32_t i = 0; server->transport->taken && i < batch.count && at + sizeof(one) <= in->len; i++, at += sizeof(one)) {
+        if (at + sizeof(one) <= REQUEST_HEAD)
+            memcpy(&one, server->head + at, sizeof(one));
+        else
+            memcpy(&one, server->landing->data + (at - REQUEST_HEAD), sizeof(one));
+        lost_forget(server->plane, one.nodeid);
+    }
+}
+
+/* INTERRUPT: a forwarded request has its deadline (I24). */
 static void do_nothing(struct server *server, struct fuse_in_header *in) {
     (void)server;
     (void)in;
@@ -618,8 +637,8 @@ static const operation operations[] = {
     [FUSE_FLUSH] = do_flush,
     [FUSE_RELEASE] = do_release,
     [FUSE_FALLOCATE] = do_fallocate,
-    [FUSE_FORGET] = do_nothing,
-    [FUSE_BATCH_FORGET] = do_nothing,
+    [FUSE_FORGET] = do_forget,
+    [FUSE_BATCH_FORGET] = do_batch_forget,
     [FUSE_INTERRUPT] = do_nothing,
     [FUSE_DESTROY] = do_succeed,
     [FUSE_SYNCFS] = do_succeed,
@@ -658,7 +677,7 @@ void dispatch(struct server *server, size_t size) {
             reply_error(server, in->unique, -EINVAL);
         return;
     }
-    if (in->opcode != FUSE_WRITE) { /* the payload of a WRITE is in the landing memory */
+    if (in->opcode != FUSE_WRITE && in->opcode != FUSE_BATCH_FORGET) { /* the payload of a WRITE is in the landing memory */
         if (size > REQUEST_SMALL) {
             reply_error(server, in->unique, -E2BIG);
             return;

@@ -180,7 +180,9 @@ int transport_take(struct kvfs_plane *plane, const int *fds, uint32_t count, con
         transport->max_read = held->max_read;
         transport_agreed(transport, held->minor, held->flags);
         atomic_store(&transport->initialized, true);
-        r = ask_again(transport);
+        r = lost_begin(plane);
+        if (r == 0)
+            r = ask_again(transport);
         if (r == 0)
             r = transport_enter(transport);
     }

@@ -52,7 +52,7 @@ static bool is_left(const struct server *server) {
     uint64_t until = atomic_load_explicit(&plane->fuse->leave_until_ns, memory_order_relaxed);
     if (!until || server->transport->guest)
         return false;
-    return (!atomic_load(&server->transport->forwarded) && !atomic_load(&plane->requests_busy)) || now_ns() > until;
+    return (!atomic_load(&server->transport->forwarded) && !requests_are_busy(plane)) || now_ns() > until;
 }
 
 /* False: work has come after all. */

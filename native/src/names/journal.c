@@ -385,6 +385,8 @@ void kvfs_names_request(uint64_t transport, uint64_t unique) {
     request.unique = unique;
 }
 
+bool names_are_asked(void) { return request.unique != 0; }
+
 int kvfs_names_was_asked(struct kvfs_names *names, uint64_t transport, uint64_t unique) {
     if (!names->journal)
         return 0;

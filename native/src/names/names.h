@@ -20,6 +20,8 @@ bool names_has(const struct kvfs_names *names, uint64_t inode);
 int names_removable(struct kvfs_names *names, uint64_t inode);
 /* enum kvfs_names_leave */
 uint32_t names_left(const struct kvfs_names *names);
+/* This thread's changes are by a kernel's request (kvfs_names_request()). */
+bool names_are_asked(void);
 void untold_add(struct kvfs_names *names, uint64_t parent, const char *name, uint32_t name_size);
 bool names_is_untold(const struct kvfs_names *names, uint64_t parent, const char *name, uint32_t name_size);
 /* Memory for a new inode's record: names_take() of it cannot fail within this step, nor can a change of the inode that has its name.
