@@ -42,7 +42,7 @@ class Entry(NamedTuple):
     """A change of one inode."""
 
     kind: Kind
-    held: bool  # nothing has changed: a nameless block that is open, told again
+    held: bool  # nothing has changed: told again, as no commit writes it
     sequence: int
     inode: int
     transport: int  # of the request, with its `unique` without bit 63; 0: there was none

@@ -352,6 +352,10 @@ class Names:
         """Insert or change. `known`: the index may have an earlier record; MissingError: that is to be loaded first."""
         self._check(lib.kvfs_names_put(self._names, record, known))
 
+    def push(self, inode: int, target: int) -> None:
+        """A file that is not sealed takes the name of `target`, whose block the journal keeps until it is."""
+        lib.kvfs_names_push(self._names, inode, target)
+
     def remove(self, inode: int) -> None:
         """MissingError: its record is to be loaded first."""
         self._check(lib.kvfs_names_remove(self._names, inode))

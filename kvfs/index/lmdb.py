@@ -472,6 +472,11 @@ class LmdbIndex:
         """Have the inode's record in memory for a while, where the data plane finds it."""
         self.bring((number,))
 
+    def push(self, number: int, target: int) -> None:
+        """As Names.push(), with both in memory."""
+        self.bring((number, target))
+        self._names.push(number, target)
+
     def keep_above(self, directory: InodeNumber) -> None:
         """As keep(), for a directory and all above it. The directory comes last: what is loaded makes older ones leave,
         and without the directory nothing can be made in it."""

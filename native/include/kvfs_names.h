@@ -64,6 +64,9 @@ int kvfs_names_load(struct kvfs_names *names, const void *records, uint64_t size
 /* Insert or change: afterwards the record's name leads to it, and its earlier name nowhere, unless it leads to another inode. `known`: the index
  * may have an earlier record of this inode. -ENOENT: then load it first. */
 int kvfs_names_put(struct kvfs_names *names, const void *record, int known);
+/* A file that is not sealed is about to take the name of another one. The block that had it stays in the journal until the file is sealed, renamed or
+ * removed: after a kill the name leads to it. */
+void kvfs_names_push(struct kvfs_names *names, uint64_t inode, uint64_t target);
 /* -ENOENT: load it first. */
 int kvfs_names_remove(struct kvfs_names *names, uint64_t inode);
 /* So many files and directories that are as the index has them are kept at most, from the next one on. For tests of what happens when they leave. */
@@ -173,7 +176,7 @@ enum kvfs_journal_kind {
 };
 enum kvfs_journal_flags {
     KVFS_JOURNAL_LAST = 1, /* of its step */
-    KVFS_JOURNAL_HELD = 2  /* nothing has changed: a nameless block that is open, told again as its entry goes */
+    KVFS_JOURNAL_HELD = 2  /* nothing has changed: told again, as no commit writes it */
 };
 struct kvfs_journal_entry {
     uint32_t size; /* of entry, checksum and data: a multiple of 8 */

@@ -149,28 +149,56 @@ static void step_end(struct kvfs_names *names) {
 
 /* ---- what may go ---- */
 
-/* Nameless blocks that are open stay known: they are told again as their entries go. */
-static void tell_held(struct kvfs_names *names) {
-    for (enum state state = DIRTY; state <= VOLATILE; state++)
-        for (const struct link *at = names->states[state].after; at != &names->states[state]; at = at->after) {
-            const struct kvfs_inode_record *record = ((const struct entry *)(const void *)at)->record;
-            const uint8_t held = KVFS_INODE_SEALED | KVFS_INODE_NAMELESS;
-            if (record && record->kind == KVFS_KIND_FILE && (record->flags & held) == held)
-                add(names->journal, KVFS_JOURNAL_PUT, KVFS_JOURNAL_HELD, record->inode, 0, 0, record, record->record_size);
-        }
-}
-
-/* They lack no number where there is no room: nothing has changed. Then the commit's end tells them. */
-static void held_publish(struct kvfs_names *names) {
-    struct journal *journal = names->journal;
-    tell_held(names);
-    journal->held_untold = journal->full;
+/* Steps that change nothing lack no number where there is no room. Then the commit's end tells them. */
+static void held_publish(struct journal *journal) {
     if (journal->full) {
+        journal->held_untold = true;
         journal->full = false;
         journal->end = journal->tail;
         journal->last_sequence = journal->sequence;
     }
     journal_publish(journal);
+}
+
+static void add_held(struct journal *journal, const struct kvfs_inode_record *record) {
+    add(journal, KVFS_JOURNAL_PUT, KVFS_JOURNAL_HELD, record->inode, 0, 0, record, record->record_size);
+}
+
+/* A file that is not sealed: no header of it says its name. And the block that it pushed from there stays until it is. Two steps: the block has its
+ * name, then the file. */
+static void tell_unsealed(struct kvfs_names *names, const struct entry *entry) {
+    struct journal *journal = names->journal;
+    const struct kvfs_inode_record *older = entry_older(entry);
+    if (older) {
+        const struct entry *pushed = entry_find(names, older->inode);
+        add_held(journal, older);
+        add(journal, KVFS_JOURNAL_REMOVE, KVFS_JOURNAL_HELD, entry->inode, 0, 0, NULL, 0);
+        held_publish(journal);
+        if (pushed && pushed->record)
+            add_held(journal, pushed->record);
+        else
+            add(journal, KVFS_JOURNAL_REMOVE, KVFS_JOURNAL_HELD, older->inode, 0, 0, NULL, 0);
+    }
+    add_held(journal, entry->record);
+    held_publish(journal);
+}
+
+/* What no commit writes stays known as its entries go: nameless blocks that are open, and files that are not sealed. */
+static void tell_held(struct kvfs_names *names) {
+    names->journal->held_untold = false;
+    for (enum state state = DIRTY; state <= VOLATILE; state++)
+        for (const struct link *at = names->states[state].after; at != &names->states[state] && !names->journal->held_untold; at = at->after) {
+            const struct entry *entry = (const struct entry *)(const void *)at;
+            const struct kvfs_inode_record *record = entry->record;
+            uint32_t flags =
+                record && record->kind == KVFS_KIND_FILE ? record->flags & (KVFS_INODE_SEALED | KVFS_INODE_NAMELESS | KVFS_INODE_SLAB) : 255;
+            if (flags == (KVFS_INODE_SEALED | KVFS_INODE_NAMELESS)) {
+                add_held(names->journal, record);
+                held_publish(names->journal);
+            } else if (flags == 0) {
+                tell_unsealed(names, entry);
+            }
+        }
 }
 
 void journal_commit_begin(struct kvfs_names *names) {
@@ -180,7 +208,7 @@ void journal_commit_begin(struct kvfs_names *names) {
     journal_publish(journal);
     journal->mark = journal->tail;
     journal->mark_sequence = journal->sequence;
-    held_publish(names);
+    tell_held(names);
 }
 
 /* Whole pages within [from, from + size) of the ring. */
@@ -209,7 +237,7 @@ void journal_commit_end(struct kvfs_names *names) {
     atomic_store_explicit(&journal->header->head, to, memory_order_release);
     if (journal->held_untold) {
         journal_publish(journal);
-        held_publish(names);
+        tell_held(names);
     }
     step_end(names);
 }

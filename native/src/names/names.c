@@ -222,6 +222,10 @@ static void entry_move(struct kvfs_names *names, struct entry *entry, enum state
     names->counts[state]++;
 }
 
+static bool is_unsealed(const struct kvfs_inode_record *record) {
+    return record && record->kind == KVFS_KIND_FILE && !(record->flags & (KVFS_INODE_SEALED | KVFS_INODE_NAMELESS));
+}
+
 /* The entry has this record from now on, or none, and is a member where it lies. */
 static void entry_hold(struct kvfs_names *names, struct entry *entry, struct kvfs_inode_record *record, struct members *members) {
     uint32_t size;
@@ -230,6 +234,17 @@ static void entry_hold(struct kvfs_names *names, struct entry *entry, struct kvf
     members_set(names, entry, record, members);
     free(entry->record);
     entry->record = record;
+    if (!is_unsealed(record)) {
+        free(entry->older);
+        entry->older = NULL;
+    }
+}
+
+const struct kvfs_inode_record *entry_older(const struct entry *entry) {
+    const struct kvfs_inode_record *record = entry->record, *older = entry->older;
+    bool same = older && record && record->parent == older->parent && record->name_size == older->name_size &&
+                memcmp(record_name(record), record_name(older), record->name_size) == 0;
+    return same && is_unsealed(record) ? older : NULL;
 }
 
 /* A new entry without a record, VOLATILE. NULL: no memory. */
@@ -620,6 +635,17 @@ int kvfs_names_put(struct kvfs_names *names, const void *data, int known) {
     if (r < 0)
         free(record);
     return r;
+}
+
+void kvfs_names_push(struct kvfs_names *names, uint64_t inode, uint64_t target) {
+    kvfs_names_begin(names);
+    struct entry *entry = entry_find(names, inode), *from = entry_find(names, target);
+    if (entry && from && from->record && is_unsealed(entry->record)) {
+        const struct kvfs_inode_record *older = is_unsealed(from->record) ? entry_older(from) : from->record;
+        free(entry->older);
+        entry->older = older && older->kind == KVFS_KIND_FILE ? record_again(older) : NULL;
+    }
+    kvfs_names_end(names);
 }
 
 int kvfs_names_remove(struct kvfs_names *names, uint64_t inode) {

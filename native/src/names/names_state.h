@@ -22,6 +22,7 @@ struct entry {
     struct entry *next;
     uint64_t inode;
     struct kvfs_inode_record *record; /* NULL: gone */
+    struct kvfs_inode_record *older;  /* the sealed block that it pushed from its name; NULL: none, or it is sealed by now */
     struct member home;               /* of the header */
     struct members *extents;          /* of the other segments; NULL: there are none. Without a record: memory for those of the next */
     uint8_t state;                    /* enum state */
@@ -90,6 +91,8 @@ static inline struct entry *entry_find(const struct kvfs_names *names, uint64_t 
         entry = entry->next;
     return entry;
 }
+/* The record of the block that comes back to the entry's name if this process ends now, or NULL. */
+const struct kvfs_inode_record *entry_older(const struct entry *entry);
 uint64_t name_hash_of(const struct kvfs_names *names, uint64_t parent, const char *name, uint32_t size);
 /* The memory that an entry needs beside its own to be a member where this record lies; the record may be NULL. 0 or -ENOMEM. */
 int members_make(const struct kvfs_inode_record *record, struct members **out);
