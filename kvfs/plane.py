@@ -231,6 +231,7 @@ def _call(c: Any) -> Call:
     )  # fmt: skip
 
 
+LINGERS = cast(int, lib.KVFS_KEPT_LINGERS)
 _STATISTICS = [
     "requests", "forwarded", "forward_timeouts", "forwarded_in_flight", "lookups", "lookup_misses",
     "names_missed", "opens", "opens_found", "stale_opens",
@@ -480,7 +481,7 @@ class Plane:
     # ---- names ----
 
     def name_put(self, record: bytes, replaced: int) -> int:
-        """NamesFullError: there is no room for another name."""
+        """Not 0: the inode `replaced` is kept, being open or LINGERS. NamesFullError: no room for another name."""
         _assert_record(record)
         result = lib.kvfs_name_put(self._plane, record, replaced)
         if result == -errno.ENOSPC:

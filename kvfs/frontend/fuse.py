@@ -287,7 +287,7 @@ def attributes(inode: Inode) -> EntryAttributes:
     entry.entry_timeout = 0
     entry.attr_timeout = 0
     entry.st_mode = inode.mode
-    entry.st_nlink = inode.nlink
+    entry.st_nlink = 0 if inode.nameless else inode.nlink
     entry.st_uid = inode.uid
     entry.st_gid = inode.gid
     entry.st_size = inode.size

@@ -49,6 +49,7 @@ from kvfs.namespace.attributes import (
 )
 from kvfs.namespace.foreign import ForeignNames
 from kvfs.namespace.hints import ROOT_CALLER, Caller, Hints
+from kvfs.plane import LINGERS
 from kvfs.podmap import is_foreign
 from kvfs.record import (
     KIND_OFFSET,
@@ -469,12 +470,12 @@ class Namespace:
         if not self._index.is_empty(directory.inode):
             raise NotEmptyError(f"{directory.name!r} in directory {directory.parent}: not empty")
 
-    def _drop_name(self, inode: Inode, kept: bool, now: int) -> None:
-        """The inode lost its name. `kept`: it is open and lives on without one until idle()."""
+    def _drop_name(self, inode: Inode, kept: int, now: int) -> None:
+        """The inode lost its name. `kept`: it is open, or lingers, and lives on without one until idle()."""
         if kept:
             nameless = inode.copy()
             nameless.flags |= InodeFlags.NAMELESS
-            nameless.nlink = 0
+            nameless.nlink = int(kept == LINGERS)  # a next daemon lets go of it
             nameless.ctime_ns = now
             self._index.put(nameless, inode)
             if inode.kind == Kind.DIRECTORY:
@@ -557,7 +558,7 @@ class Namespace:
         if target is not None:
             if not lasting and renamed.kind == Kind.FILE:
                 self._index.push(inode.inode, target.inode)
-            self._drop_name(target, bool(kept) or target.inode in self._open_directories, now)
+            self._drop_name(target, kept or target.inode in self._open_directories, now)
             if kept:
                 self._blocks.linger(target.inode)
         self._index.put(renamed, inode, record)

@@ -131,7 +131,7 @@ def _believed(found: Journal, durable: int) -> tuple[list[list[Entry]], int]:
 
 
 def _checked(entry: Entry, epoch_max: int, segment_count: int, end_page: int) -> Inode | None:
-    """The inode as the entry has it; None: it has gone. FormatError."""
+    """The inode as the entry has it; None if it has gone, or lost its name and was not open. FormatError."""
     if entry.kind == journal.Kind.REMOVE:
         return None
     origin = f"entry {entry.sequence} of inode {entry.inode}"
@@ -139,6 +139,8 @@ def _checked(entry: Entry, epoch_max: int, segment_count: int, end_page: int) ->
         inode = Inode.unpack(entry.data)
     except (FormatError, struct.error) as error:
         raise FormatError(f"{origin}: {error}") from error
+    if inode.nameless and inode.nlink:
+        return None
     if inode.sealed or inode.kind != Kind.FILE:
         check_records(entry.data, epoch_max=epoch_max, segment_count=segment_count, end_page=end_page, origin=origin)
     return inode

@@ -294,7 +294,9 @@ void kvfs_flush_give_up(struct kvfs_plane *plane);
 /* ---- names (all from the one control-plane thread) ---- */
 
 /* Like kvfs_table_put. If the name led to another inode (`replaced`), that inode is kept nameless if it is open, or sealed. A look-up of a
- * moment ago can still open its inode then (the kernel repeats an OPEN that is ESTALE only once). Returns 1 if kept, else 0. */
+ * moment ago can still open its inode then (the kernel repeats an OPEN that is ESTALE only once). Returns KVFS_KEPT_OPEN or KVFS_KEPT_LINGERS if kept,
+ * else 0. */
+enum kvfs_kept { KVFS_KEPT_OPEN = 1, KVFS_KEPT_LINGERS = 2 };
 int kvfs_name_put(struct kvfs_plane *plane, const void *inode_record, uint64_t replaced);
 /* Attributes or place changed, name unchanged. */
 int kvfs_inode_update(struct kvfs_plane *plane, const void *inode_record);

@@ -297,11 +297,18 @@ static struct connection *connection_new(void) {
 }
 
 int connection_open(struct kvfs_client *client, struct connection **out) {
-    uint64_t deadline = now_ns() + client->options.timeout_ms * 1000000ull, listener[4];
-    listener_of(client, listener); /* first: a daemon that comes meanwhile is another one */
-    int fd = socket_open(client, deadline);
-    if (fd < 0)
-        return fd;
+    uint64_t deadline = now_ns() + client->options.timeout_ms * 1000000ull, listener[4], after[4];
+    int fd;
+    for (;;) { /* a daemon that comes meanwhile is another one */
+        listener_of(client, listener);
+        fd = socket_open(client, deadline);
+        if (fd < 0)
+            return fd;
+        listener_of(client, after);
+        if (memcmp(listener, after, sizeof(after)) == 0 || now_ns() >= deadline)
+            break;
+        close(fd);
+    }
     struct connection *connection = connection_new();
     if (!connection) {
         close(fd);
@@ -350,6 +357,7 @@ void client_leave(struct kvfs_client *client) {
     none->memory_alignment = old->memory_alignment;
     none->verify = old->verify;
     none->gone = none->closed = true;
+    none->held = old->held && !old->closed;
     old->next = client->retired;
     client->retired = old;
     client->connection = none;
@@ -426,8 +434,8 @@ static bool daemon_await(struct kvfs_client *client, struct daemon_wait *wait, i
     pthread_mutex_lock(&client->lock);
     const struct connection *connection = client->connection;
     /* A mount that is asked answers once its next daemon does. */
-    bool comes =
-        connection->held && connection->gone && !connection->closed && (error == -ENOTCONN || (error == -ETIMEDOUT && client->way == BY_MOUNT));
+    bool comes = connection->held && connection->gone && (!connection->closed || !connection->fds) &&
+                 (error == -ENOTCONN || (error == -ETIMEDOUT && client->way == BY_MOUNT));
     pthread_mutex_unlock(&client->lock);
     if (!comes || !wait || wait_is_over())
         return false;

@@ -125,13 +125,13 @@ int name_create(struct kvfs_plane *plane, uint64_t parent, const char *name, uin
     return r;
 }
 
-int name_drop(struct kvfs_plane *plane, struct kvfs_inode_record *record, bool kept, int64_t now) {
+int name_drop(struct kvfs_plane *plane, struct kvfs_inode_record *record, int kept, int64_t now) {
     bool sealed = record->flags & KVFS_INODE_SEALED;
     uint32_t segment = record->segment;
     int r;
     if (kept) {
         record->flags |= KVFS_INODE_NAMELESS;
-        record->nlink = 0;
+        record->nlink = kept == KVFS_KEPT_LINGERS; /* a next daemon lets go of it */
         record->ctime_ns = now;
         r = names_take(plane->names, record);
         if (r == 0)

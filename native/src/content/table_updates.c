@@ -68,6 +68,7 @@ static int nameless(struct kvfs_plane *plane, uint64_t inode, bool linger, int (
     while (node && node->inode != inode)
         node = node->next;
     int keep = node && node->handles > 0;
+    bool lingers = !keep;
     struct kvfs_record record;
     if (!keep && linger && kvfs_table_find_inode(plane->table, inode, &record) == 0 && record.flags & KVFS_INODE_SEALED) {
         bool written = false;
@@ -86,7 +87,7 @@ static int nameless(struct kvfs_plane *plane, uint64_t inode, bool linger, int (
         return r;
     if (!keep)
         kvfs_file_discard(plane, inode);
-    return keep;
+    return keep && lingers ? KVFS_KEPT_LINGERS : keep;
 }
 
 static int table_remove(struct kvfs_plane *plane, uint64_t inode, int keep, const void *argument) {
