@@ -36,6 +36,7 @@ from kvfs.units import kernel_version
 # never seen.
 INC_EPOCH_KERNEL = (6, 16)
 REQUEST_TIMEOUT_KERNEL = (6, 15)
+IDMAP_KERNEL = (6, 12)
 MINIMUM_KERNEL = (5, 15)
 # Requests of 4 MiB need this many pages; the default of 256 pages allows 1 MiB.
 WANTED_MAX_PAGES = 1024
@@ -102,6 +103,7 @@ def examine(devices: Sequence[str] = ()) -> list[Check]:
         _fuse_pages,
         _fuse_epoch,
         _fuse_timeout,
+        _fuse_idmap,
         _fuse_rings,
         _io_uring,
         _memlock,
@@ -264,6 +266,14 @@ def _fuse_timeout() -> Iterator[Check]:
     else:
         found = "kvfs mount --request-timeout S has the kernel end a mount that answers nothing, unsealed files with it"
         yield Check("fuse timeout", "ok", found)
+
+
+def _fuse_idmap() -> Iterator[Check]:
+    release = platform.release()
+    if kernel_version(release) < IDMAP_KERNEL:
+        yield Check("fuse idmap", "note", f"{release} is older than 6.12: no mounts for pods with hostUsers: false")
+    else:
+        yield Check("fuse idmap", "ok", "kvfs mount --idmap lets a mount be bound into pods with hostUsers: false")
 
 
 def _fuse_rings() -> Iterator[Check]:

@@ -48,6 +48,10 @@ class HeldMount:
         ffi.memmove(held, state, len(state))
         _check(lib.kvfs_fuse_take(self._plane, list(fds), len(fds), held))
 
+    def idmap(self) -> bool:
+        """Whether the mount may be bound with an idmapping: it was made so, by whatever daemon."""
+        return bool(lib.kvfs_fuse_idmap(self._plane))
+
     def leave(self, timeout_ms: int) -> None:
         """Answer what is under way, and end the transport; the mount waits for the next daemon."""
         lib.kvfs_fuse_leave(self._plane, timeout_ms)

@@ -128,6 +128,7 @@ class PlaneTuning:
     server_threads: int = 0
     max_read: int = 0
     kernel_timeout_s: int = 0
+    idmap: bool = False  # new mounts may be bound with an idmapping
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

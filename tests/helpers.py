@@ -774,6 +774,41 @@ def directory(service: Service, request: pytest.FixtureRequest) -> Iterator[path
             shutil.rmtree(made)
 
 
+@contextlib.contextmanager
+def opened_by(user: int, function: Callable[[], int]) -> Iterator[int]:
+    """A descriptor that a process of `user` has opened, and handed over: who opened it counts, not who has it."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        in_child(lambda: socket.send_fds(theirs, [b"x"], [function()]), user=user, group=user)
+        _, received, _, _ = socket.recv_fds(ours, 1, 1)
+        try:
+            yield received[0]
+        finally:
+            os.close(received[0])
+
+
+def requires_idmap() -> None:
+    """Skip unless `kvfs mount --idmap` is to be had."""
+    from kvfs.doctor import IDMAP_KERNEL, kernel_version
+
+    if kernel_version(os.uname().release) < IDMAP_KERNEL:
+        pytest.skip(f"Linux 6.12 or newer has idmapped FUSE mounts; this is {os.uname().release}")
+
+
+# The kernel tells the user of each request, or, with --idmap, of creations alone.
+USERS, IDMAP = ("--allow-other",), ("--allow-other", "--idmap")
+BOTH_WAYS = pytest.mark.parametrize("pool", [USERS, IDMAP], indirect=True, ids=["users", "idmap"])
+
+
+def pool_of_shares(request: pytest.FixtureRequest, own_pool: Callable[..., Pool], size: str, *extra: str) -> Pool:
+    """A pool that is mounted as BOTH_WAYS says."""
+    requires_root()
+    words = getattr(request, "param", USERS)
+    if words == IDMAP:
+        requires_idmap()
+    return own_pool(files=2, size=size, mount_args=(*words, *extra))
+
+
 @pytest.fixture
 def own_pool(request: pytest.FixtureRequest) -> Iterator[Callable[..., Pool]]:
     """Make pools that only this test uses: own_pool(files=4, size="256M"). kvfs only."""

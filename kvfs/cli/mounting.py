@@ -32,7 +32,7 @@ UMOUNT_TIMEOUT_S = 120.0
 UMOUNT_STATUS_TIMEOUT_S = 5.0
 STARTED_STATUS_TIMEOUT_S = 5.0
 # Options that `kvfs export` lacks. A file for both verbs may have them.
-MOUNT_ALONE = ("allow-other", "options", "request-timeout", "native-in", "hold")
+MOUNT_ALONE = ("allow-other", "options", "request-timeout", "native-in", "hold", "idmap")
 
 
 def add_mount(verbs: Verbs) -> None:
@@ -54,6 +54,12 @@ def add_mount(verbs: Verbs) -> None:
         help="have the kernel end the mount if a request waits this long, as with a stopped daemon (default: never)",
     )
 
+    sub.add_argument(
+        "--idmap",
+        action="store_true",
+        help="the mount may be bound with an idmapping, as for pods with hostUsers: false; shares go by files' owners "
+        "(default: refused)",
+    )
     sub.add_argument(
         "--native-in",
         action="append",
@@ -89,6 +95,7 @@ def _mount(args: argparse.Namespace) -> int:
             allow_other=args.allow_other,
             options=tuple(option for option in args.options.split(",") if option),
             request_timeout_s=args.request_timeout,
+            idmap=args.idmap,
             native_in=tuple(parse_directory(text) for text in args.native_in),
             hold=_holder(args.hold),
         ),

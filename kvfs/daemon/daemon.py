@@ -149,6 +149,7 @@ class Daemon:
             server_threads=asked.server_threads or default.server_threads,
             io_timeout_ms=asked.io_timeout_ms or default.io_timeout_ms,
             kernel_timeout_s=asked.request_timeout_s or 0,
+            idmap=asked.idmap,
             request_timeout_ms=own_limit_ms(asked.request_timeout_s, default.request_timeout_ms),
             slow_ms=asked.slow_ms,
             max_read=self._max_read,
@@ -222,6 +223,7 @@ class Daemon:
         # never ends, as the next daemon would have to answer it.
         if self._mountpoint is not None and not (self._holding is not None and self._holding.taken):
             await self._wait_answer(self._mountpoint)
+        self._check_idmap()
         if self._holding is not None:
             self._holding.keep(self._store.plane.held)
             nursery.start_soon(self._holding.watch)
@@ -258,6 +260,18 @@ class Daemon:
             self._holding.take(plane.held)
         else:
             plane.fuse_add(await self._mount(mountpoint))
+
+    def _check_idmap(self) -> None:
+        """A mount that was taken over is as it was made."""
+        asked, has = self._options.idmap, self._store.plane.held.idmap()
+        if self._mountpoint is None or asked == has:
+            return
+        if self._holding is None or not self._holding.taken:
+            raise KvfsError(
+                f"--idmap: the kernel of {self._mountpoint} does not offer it: Linux 6.12 or newer can do that"
+            )
+        made = "was made with --idmap, and keeps it" if has else "was made without --idmap, and goes on without it"
+        log.warning("%s: the mount that was taken over %s until it is unmounted and made anew", self._mountpoint, made)
 
     async def _mount(self, mountpoint: str) -> int:
         options = self._options

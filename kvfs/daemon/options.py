@@ -48,6 +48,8 @@ class MountOptions:
     native_in: tuple[tuple[bytes, ...], ...] = ()
     # The keeper of the mount for the next daemon: a holder's socket, or SYSTEMD.
     hold: Path | None = None
+    # The mount may be bound with an idmapping, as into a pod of a user namespace.
+    idmap: bool = False
 
     @property
     def read_only(self) -> bool:
@@ -91,6 +93,18 @@ def check_hold(options: MountOptions) -> None:
         raise UsageError("--hold systemd: needs --foreground, as the main process of a unit with Type=notify")
     if kernel_version(platform.release()) < HOLD_KERNEL:
         raise UsageError(f"--hold {options.hold}: Linux 6.9 or newer can do that; this is {platform.release()}")
+
+
+def check_idmap(options: MountOptions) -> None:
+    """UsageError for a kernel without idmapped FUSE mounts, or a mount that lets no user of a pod in."""
+    from kvfs.doctor import IDMAP_KERNEL, kernel_version
+
+    if not options.idmap:
+        return
+    if kernel_version(platform.release()) < IDMAP_KERNEL:
+        raise UsageError(f"--idmap: Linux 6.12 or newer can do that; this is {platform.release()}")
+    if not options.allow_other:
+        raise UsageError("--idmap: users of another user namespace are let in by --allow-other alone: give both")
 
 
 def check_request_timeout(options: MountOptions) -> None:

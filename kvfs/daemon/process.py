@@ -17,7 +17,7 @@ from kvfs.daemon.daemon import serve
 from kvfs.daemon.first import leave_first
 from kvfs.daemon.holding import hold
 from kvfs.daemon.host import raise_fuse_pages, raise_limits
-from kvfs.daemon.options import MountOptions, check_hold, check_request_timeout, fit_memory
+from kvfs.daemon.options import MountOptions, check_hold, check_idmap, check_request_timeout, fit_memory
 from kvfs.daemon.reporter import LOG_NAME, Reporter, log_to_file, log_to_stderr
 from kvfs.errors import DeadlineError, KvfsError, MissingFeatureError, PoolError, UsageError, first_error, printable
 from kvfs.frontend import mount as mounting
@@ -36,6 +36,7 @@ def start(options: MountOptions) -> int:
     assert options.mountpoint is not None or options.exports
     check_request_timeout(options)
     check_hold(options)
+    check_idmap(options)
     options = fit_memory(options)
     if options.foreground:
         leave_first()

@@ -31,7 +31,7 @@ import trio
 
 from kvfs.descriptors import above
 from kvfs.errors import NoAttributeError, UsageError
-from kvfs.frontend.wire import SO_PASSRIGHTS, Peer, RefusedError
+from kvfs.frontend.wire import SO_PASSRIGHTS, Peer, RefusedError, is_mapped
 from kvfs.namespace.files import Namespace
 from kvfs.types import NAME_MAX, InodeNumber
 
@@ -180,7 +180,7 @@ def _send(taken: socket.socket, asker: Asker, number: int) -> tuple[socket.socke
         raise
     finally:
         end.close()
-    mapped = ", as its user namespace is mapped" if _is_mapped(asker.thread) else ""
+    mapped = ", as its user namespace is mapped" if is_mapped(asker.thread) else ""
     log.info("native client by the mount: pid %d of user %d%s", peer.pid, user, mapped)
     return ours, replace(peer, uid=user, invited=True)
 
@@ -201,13 +201,6 @@ def _process_of(thread: int) -> int:
         if found:
             return int(found[1])
     return thread
-
-
-def _is_mapped(thread: int) -> bool:
-    """Whether it has other numbers for users than the daemon."""
-    with suppress(OSError):
-        return os.readlink(f"/proc/{thread}/ns/user") != os.readlink("/proc/self/ns/user")
-    return False
 
 
 def _why(error: int, number: int) -> str:

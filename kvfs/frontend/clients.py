@@ -358,7 +358,7 @@ class _Connection:
         if not self.peer.may_connect:
             raise RefusedError(
                 errno.EACCES,
-                f"user {self.peer.uid} may not use this pool: neither the daemon's user ({os.geteuid()}) nor a member "
+                f"{self.peer.told} may not use this pool: neither the daemon's user ({os.geteuid()}) nor a member "
                 f"of its group ({os.getegid()})",
             )
         if flags & ~wire.READ_ONLY:

@@ -108,7 +108,7 @@ class ControlServer:
                     text = (
                         "this connection is a native client's, without commands"
                         if peer.invited
-                        else f"user {peer.uid} may not control this pool: only root and user {os.geteuid()} may"
+                        else f"{peer.told} may not control this pool: only root and user {os.geteuid()} may"
                     )
                     await _send(stream, _failure(text, errno.EACCES))
         except (trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError, OSError):

@@ -137,12 +137,24 @@ class Peer:
         return cls(pid, uid, gid, frozenset((gid, *groups)))
 
     @property
+    def told(self) -> str:
+        """The user, for messages to it."""
+        return f"user {self.uid}" + (" (so the host numbers it: it has a user namespace)" if is_mapped(self.pid) else "")
+
+    @property
     def may_control(self) -> bool:
         return not self.invited and self.uid in (0, os.geteuid())
 
     @property
     def may_connect(self) -> bool:
         return self.invited or self.may_control or os.getegid() in self.groups
+
+
+def is_mapped(thread: int) -> bool:
+    """Whether it has other numbers for users than this process."""
+    with suppress(OSError):
+        return os.readlink(f"/proc/{thread}/ns/user") != os.readlink("/proc/self/ns/user")
+    return False
 
 
 def parse_where(payload: bytes, allowed: Flags) -> tuple[InodeNumber, list[bytes], int, int, int]:

@@ -11,15 +11,20 @@ from kvfs.store.store import Store
 from kvfs.types import ROOT_INODE, InodeNumber
 
 READ, SEARCH = 4, 1
+# The kernel of a mount with --idmap does not say who asks.
+UNKNOWN = 0xFFFFFFFF
 
 
 class Caller(NamedTuple):
-    """A user. A guest's setxattr has the guest's own number as its uid. Its other groups are not known."""
+    """A user. A guest's setxattr has the guest's own number as its uid. Its other groups are not known. If gid is
+    UNKNOWN, so is the user: uid is whom a hint is charged to, and gives no rights."""
 
     uid: int
     gid: int
 
     def may(self, wanted: int, inode: Inode) -> bool:
+        if self.gid == UNKNOWN:
+            return inode.mode & inode.mode >> 3 & inode.mode >> 6 & wanted == wanted
         shift = 6 if self.uid == inode.uid else 3 if self.gid == inode.gid else 0
         return self.uid == 0 or inode.mode >> shift & wanted == wanted
 
@@ -84,7 +89,8 @@ class Hints:
     def _search(self, number: InodeNumber, caller: Caller) -> None:
         directory = self._tree.get(number)
         if not caller.may(SEARCH, directory):
-            raise AccessError(f"inode {number}: user {caller.uid} may not search it, mode {directory.mode & 0o7777:o}")
+            who = "users whom the kernel does not name" if caller.gid == UNKNOWN else f"user {caller.uid}"
+            raise AccessError(f"inode {number}: {who} may not search it, mode {directory.mode & 0o7777:o}")
 
     def _keep(self, inode: Inode, name: bytes, value: bytes, user: int) -> None:
         number = inode.inode

@@ -114,7 +114,7 @@ def live_status(
             "epoch": numbers.epoch,
             "uptime_s": now - started_s,
         },
-        "mounts": [{"mountpoint": mountpoint} for mountpoint in mounts],
+        "mounts": [{"mountpoint": mountpoint, "idmap": plane.held.idmap()} for mountpoint in mounts],
         "exports": exports,
         "space": {
             "size": space.size,

@@ -182,7 +182,8 @@ def render_status(status: Json) -> str:
     if "pid" in pool:
         lines[-1] += f" (pid {number(pool, 'pid'):.0f}, epoch {number(pool, 'epoch'):.0f})"
     for mount in items(status, "mounts"):
-        lines.append(f" mount: {mount.get('mountpoint')}")
+        idmap = " (idmap: shares go by files' owners, and root has one)" if mount.get("idmap") else ""
+        lines.append(f" mount: {mount.get('mountpoint')}{idmap}")
     for export in items(status, "exports"):
         guest = "connected" if number(export, "connected") else "waiting for a front end"
         lines.append(f"export: {export.get('socket')} (tag {export.get('tag')}): {guest}")

@@ -43,7 +43,7 @@ struct kvfs_plane_config {
     uint32_t spin_us;            /* a server thread polls this long before it sleeps, while traffic lasts; 0: never */
     uint32_t kernel_timeout_s;   /* the kernel ends a /dev/fuse connection whose request waits longer, at most 65535; 0: never */
     uint32_t slow_ms;            /* a request that takes longer is reported by KVFS_EVENT_SLOW; 0: none is */
-    uint32_t reserved;
+    uint32_t idmap;              /* 1: new mounts may be bound with an idmapping, if the kernel can do that */
 };
 
 /* ---- NVMe/TCP targets ---- */
@@ -249,6 +249,9 @@ int kvfs_fuse_held(struct kvfs_plane *plane, int *fds, uint32_t capacity, struct
 int kvfs_fuse_take(struct kvfs_plane *plane, const int *fds, uint32_t count, const struct kvfs_held *held);
 /* Answer what is under way, for at most this time, take nothing more, and end the transport. The mount waits for the next daemon. */
 void kvfs_fuse_leave(struct kvfs_plane *plane, uint32_t timeout_ms);
+
+/* 1: the mount's kernel lets it be bound with an idmapping; requests then tell no user. One that was taken over keeps what it had. */
+int kvfs_fuse_idmap(struct kvfs_plane *plane);
 
 #define KVFS_VIRTIOFS_MAX 64
 #define KVFS_VIRTIOFS_MEMORY_TYPES_MAX 4

@@ -41,7 +41,7 @@ FULL = {
         "nodes": {"node-a.example": [BY_ID, "ng:/dev/ng0n1", "nvme-tcp://10.0.0.7:4420/nqn.2026-01.example:a?nsid=1"]},
         "formatArgs": ["--stripe-width", "2"], "directory": "/srv/pools", "mounts": "/mnt/kvfs",
     },
-    "daemon": {"staging": "1G", "readMemory": "512M", "options": {"io-timeout": 5000, "options": "noexec"},
+    "daemon": {"staging": "1G", "readMemory": "512M", "options": {"io-timeout": 5000, "options": "noexec", "idmap": True},
                "resources": {"requests": {"cpu": "4", "memory": "4Gi"}, "limits": {"memory": "8Gi"}}},
     "hold": {"enabled": True, "timeout": 300},
     "native": {"namespaces": ["team-a", "team-b"]},
@@ -158,6 +158,7 @@ def test_the_commands_take_the_arguments_of_their_containers(values: dict[str, A
     assert given.foreground and given.allow_other
     assert (given.pool, given.mountpoint) == (f"{pool.get('directory', '/var/lib/kvfs')}/{name}", f"{mounts}/{name}")
     assert (given.metrics is not None) == (values is FULL) and given.log_format == "json"
+    assert given.idmap == (values is FULL)
     assert (given.staging, given.read_memory) == ((1 << 30, 512 << 20) if values is FULL else (None, None))
     assert (given.io_timeout, given.options) == ((5000, "noexec") if values is FULL else (None, ""))
     probe = container(spec, "daemon")["readinessProbe"]

@@ -249,6 +249,32 @@ def test_renames_and_unlinks_of_the_last_moment_stay(pool: HeldPool) -> None:
         assert (pool.mount / f"b{number}").read_bytes() == content(5000, number)
 
 
+def test_a_mount_may_be_idmapped_as_it_was_made_whatever_the_next_daemon_asks_for() -> None:
+    helpers.requires_idmap()
+    with HeldPool(files=2, size="64M", started=False) as pool:
+        pool.hold()
+        pool.mount_args = (*helpers.IDMAP, "--hold", str(pool.socket))
+        pool.start()
+        file = pool.mount / "theirs"
+        file.write_bytes(bytes(100_000))
+        os.chown(file, 7, 7)
+        for words, said in ((helpers.USERS, "was made with --idmap, and keeps it"), (helpers.IDMAP, "")):
+            pool.mount_args = (*words, "--hold", str(pool.socket))
+            pool.take_over(signal.SIGKILL)
+            assert pool.status()["mounts"][0]["idmap"] is True
+            assert said in pool.log_tail()
+            with file.open("rb"):
+                assert [user["user"] for user in pool.status()["users"] if user["open"]] == [7]
+
+
+def test_a_mount_that_was_made_without_it_goes_on_without_idmap(pool: HeldPool) -> None:
+    helpers.requires_idmap()
+    pool.mount_args = (*pool.mount_args, "--idmap")
+    pool.take_over(signal.SIGTERM)
+    assert "was made without --idmap, and goes on without it until it is unmounted and made anew" in pool.log_tail()
+    assert pool.status()["mounts"][0]["idmap"] is False
+
+
 def test_a_second_daemon_is_refused(pool: HeldPool) -> None:
     done = pool.command("mount", str(pool.path), str(pool.mount), *pool.mount_args, check=False)
     assert done.returncode == 1

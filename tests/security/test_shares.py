@@ -4,7 +4,6 @@ import errno
 import mmap
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,12 +12,17 @@ from pathlib import Path
 
 import pytest
 from helpers import (
+    BOTH_WAYS,
+    IDMAP,
     MIB,
+    USERS,
     Pool,
     assert_same,
     content,
     in_child,
     opened,
+    opened_by,
+    pool_of_shares,
     raises_errno,
     read_file,
     requires_root,
@@ -85,9 +89,8 @@ sys.stdin.read()
 
 
 @pytest.fixture
-def pool(own_pool: Callable[..., Pool]) -> Pool:
-    requires_root()
-    return own_pool(files=2, size="32M")
+def pool(request: pytest.FixtureRequest, own_pool: Callable[..., Pool]) -> Pool:
+    return pool_of_shares(request, own_pool, "32M")
 
 
 @contextmanager
@@ -110,19 +113,6 @@ def holder(pool: Pool, user: int) -> Iterator[Callable[[], tuple[int, int]]]:
         process.communicate()
 
 
-@contextmanager
-def opened_by(user: int, function: Callable[[], int]) -> Iterator[int]:
-    """A descriptor that a process of `user` has opened, and handed over: who opened it counts, not who has it."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        in_child(lambda: socket.send_fds(theirs, [b"x"], [function()]), user=user, group=user)
-        _, received, _, _ = socket.recv_fds(ours, 1, 1)
-        try:
-            yield received[0]
-        finally:
-            os.close(received[0])
-
-
 def block(name: str) -> bytes:
     return name.encode().ljust(8) + content(BLOCK - 8, name)
 
@@ -136,9 +126,12 @@ def user_of(pool: Pool, user: int) -> dict[str, int]:
     return next((entry for entry in pool.status()["users"] if entry["user"] == user), {})
 
 
+@BOTH_WAYS
 def test_a_user_who_holds_all_blocks_open_loses_those_beyond_the_share_and_others_go_on(pool: Pool) -> None:
     share = pool.status()["share"]
     fill(pool, 0, 3 * pool.status()["space"]["size"] // BLOCK // 4)
+    for path in pool.mount.iterdir() if pool.mount_args == IDMAP else ():
+        os.chown(path, MALLORY, MALLORY)
     with holder(pool, MALLORY) as look:
         before = user_of(pool, MALLORY)
         assert before["open"] > 2 * share, "more than twice the share is open"
@@ -177,7 +170,12 @@ def test_a_block_that_others_have_open_within_their_share_stays(pool: Pool) -> N
             assert_same(page[:], block("000003"), "a block open within the share")
 
 
-@pytest.mark.parametrize("how", ["write", "truncate", "reopen"])
+@pytest.mark.parametrize(
+    ("pool", "how"),
+    [(USERS, "write"), (USERS, "truncate"), (USERS, "reopen"), (IDMAP, "reopen")],
+    indirect=["pool"],
+    ids=["write", "truncate", "reopen", "reopen-idmap"],
+)
 def test_a_user_who_keeps_files_open_for_writing_leaves_room_for_others(pool: Pool, how: str) -> None:
     status = pool.status()
     share, size = status["share"], status["space"]["size"]
@@ -221,6 +219,7 @@ def test_a_user_alone_may_write_more_than_the_share(pool: Pool) -> None:
     in_child(store, user=ALICE, group=ALICE)
 
 
+@BOTH_WAYS
 def test_a_pin_beyond_the_share_is_refused_and_one_within_it_counts(pool: Pool) -> None:
     share = pool.status()["share"]
     directory = pool.mount / "large"

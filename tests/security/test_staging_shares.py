@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from helpers import (
+    BOTH_WAYS,
     KIB,
     MIB,
     Pool,
@@ -18,8 +19,8 @@ from helpers import (
     content,
     in_child,
     opened,
+    pool_of_shares,
     read_file,
-    requires_root,
     wait_until,
     write_file,
 )
@@ -47,11 +48,8 @@ for turn in range(1 << 30):
 
 
 @pytest.fixture
-def pool(own_pool: Callable[..., Pool]) -> Pool:
-    requires_root()
-    pool = own_pool(files=2, size="256M", started=False)
-    pool.start("--staging", "16M")
-    return pool
+def pool(request: pytest.FixtureRequest, own_pool: Callable[..., Pool]) -> Pool:
+    return pool_of_shares(request, own_pool, "256M", "--staging", "16M")
 
 
 @contextmanager
@@ -78,6 +76,7 @@ def of(pool: Pool, user: int) -> dict[str, Any]:
     return next((entry for entry in pool.status()["users"] if entry["user"] == user), {})
 
 
+@BOTH_WAYS
 def test_a_user_with_small_files_open_holds_up_nobody(pool: Pool) -> None:
     count, size = 1000, 104
     with holder(pool, MALLORY, count, size) as again:
@@ -220,7 +219,7 @@ def test_a_daemon_that_dies_with_spilled_files_has_what_was_closed_and_synced(po
             with opened(pool.mount, os.O_RDONLY | os.O_DIRECTORY) as directory:
                 os.fsync(directory)
             pool.kill()
-    pool.remount("--staging", "16M")
+    pool.remount()
     for name in ("closed", "synced"):
         assert_same(read_file(pool.mount / name), content(100, name), name)
     pool.umount()

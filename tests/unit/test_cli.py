@@ -255,13 +255,14 @@ def test_mount_kvfs_translates_mount_options(tmp_path: Path) -> None:
         "/mnt/kv",
         "-n",
         "-o",
-        "defaults,allow_other,noexec,ro,staging=1G,nofail,x-systemd.automount",
+        "defaults,allow_other,idmap,noexec,ro,staging=1G,nofail,x-systemd.automount",
         "-f",
     ]
     environment = {**os.environ, "KVFS": "/bin/true"}
     result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert result.stdout.split() == [
-        "/bin/true", "mount", "/srv/pool", "/mnt/kv", "--allow-other", "--staging", "1G", "--options", "noexec,ro",
+        "/bin/true", "mount", "/srv/pool", "/mnt/kv", "--allow-other", "--idmap", "--staging", "1G", "--options",
+        "noexec,ro",
     ]  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -15,7 +16,7 @@ import pytest
 
 from kvfs.daemon.daemon import Daemon
 from kvfs.daemon.host import pid_file
-from kvfs.daemon.options import MountOptions
+from kvfs.daemon.options import MountOptions, check_idmap
 from kvfs.daemon.process import _relay
 from kvfs.errors import DeadlineError, KvfsError, UsageError, first_error
 from kvfs.plane import EventType
@@ -23,6 +24,20 @@ from kvfs.store.store import Store
 
 OPTIONS = MountOptions(pool=Path("/srv/pool"), mountpoint=Path("/mnt/kv"), start_timeout_s=20)
 Start = Callable[[str], tuple[int, int]]
+
+
+def test_a_kernel_without_idmapped_mounts_is_told_of_and_so_is_a_mount_of_one_user(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = replace(OPTIONS, idmap=True, allow_other=True)
+    monkeypatch.setattr("platform.release", lambda: "6.11.4")
+    with pytest.raises(UsageError, match=r"--idmap: Linux 6\.12 or newer can do that; this is 6\.11\.4"):
+        check_idmap(asked)
+    check_idmap(replace(asked, idmap=False))
+    monkeypatch.setattr("platform.release", lambda: "6.12.0")
+    check_idmap(asked)
+    with pytest.raises(UsageError, match="--allow-other alone: give both"):
+        check_idmap(replace(asked, allow_other=False))
 
 
 @pytest.fixture

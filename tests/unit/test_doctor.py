@@ -143,6 +143,13 @@ def test_the_switch_of_fuse_over_io_uring_is_named(monkeypatch: pytest.MonkeyPat
     assert check().state == "ok" and "1 GiB" in check().found
 
 
+@pytest.mark.parametrize(("release", "state"), [("6.11.9", "note"), ("6.12.0", "ok")])
+def test_a_kernel_without_idmapped_mounts_is_named(monkeypatch: pytest.MonkeyPatch, release: str, state: str) -> None:
+    monkeypatch.setattr("platform.release", lambda: release)
+    check = next(check for check in doctor.examine() if check.name == "fuse idmap")
+    assert check.state == state and "hostUsers: false" in check.found
+
+
 def test_limits_of_the_machine_on_fuse_requests_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(doctor, "FUSE_SYSCTL_PATH", tmp_path)
     (tmp_path / "max_request_timeout").write_text("40\n")

@@ -85,3 +85,14 @@ bool cache_bypass(const struct transport *transport, struct node *node, bool cre
     pthread_mutex_unlock(&shard->lock);
     return bypass;
 }
+
+uint32_t user_id(const struct transport *transport, const struct fuse_in_header *in) {
+    struct kvfs_plane *plane = transport->plane;
+    struct kvfs_record record;
+    uint32_t user = in->uid;
+    if (transport->user || !transport->idmap)
+        return transport->user ? transport->user : user;
+    if (user == NO_USER && record_find(plane, in->nodeid, &record) == 0)
+        user = record.uid;
+    return !user || user == NO_USER || user == atomic_load(&plane->exempt) ? NOBODY : user;
+}

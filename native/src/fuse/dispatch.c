@@ -12,6 +12,8 @@
 #define FLAG2_DIRECT_IO_ALLOW_MMAP (1u << (36 - 32))
 #define FLAG_INIT_EXT (1u << 30)
 #define FLAG2_OVER_IO_URING (1u << (41 - 32)) /* Linux 6.14; offered only while fuse.enable_uring is Y */
+/* Linux 6.12, protocol 7.41. From then on no request but those that make something tells its user, on any mount of the connection. */
+#define FLAG2_ALLOW_IDMAP (1u << (40 - 32))
 /* Linux 6.15, protocol 7.43. Older headers know neither the flag nor the field: 16 bits, behind flags2 and another field. */
 #define FLAG2_REQUEST_TIMEOUT (1u << (42 - 32))
 #define INIT_REQUEST_TIMEOUT_AT 40u
@@ -41,6 +43,7 @@ void transport_agreed(struct transport *transport, uint32_t minor, uint64_t flag
     transport->inc_epoch = minor >= 44 && !transport->guest;
     transport->listing_plus = transport->inc_epoch && flags & FUSE_DO_READDIRPLUS;
     transport->direct_mmap = flags >> 32 & FLAG2_DIRECT_IO_ALLOW_MMAP;
+    transport->idmap = flags >> 32 & FLAG2_ALLOW_IDMAP;
 }
 
 static void do_init(struct server *server, struct fuse_in_header *in) {
@@ -75,6 +78,8 @@ static void do_init(struct server *server, struct fuse_in_header *in) {
     uint16_t patience_s = transport->guest ? 0 : (uint16_t)min_u64(plane->config.kernel_timeout_s, UINT16_MAX);
     if (patience_s)
         wanted |= (uint64_t)FLAG2_REQUEST_TIMEOUT << 32;
+    if (plane->config.idmap && !transport->guest)
+        wanted |= (uint64_t)FLAG2_ALLOW_IDMAP << 32;
     /* Requests in rings end with the process that has the rings. */
     bool rings = !transport->guest && !plane->fuse->held && offered >> 32 & FLAG2_OVER_IO_URING && uring_prepare(transport);
     if (rings)
@@ -173,7 +178,7 @@ static void do_open(struct server *server, struct fuse_in_header *in) {
     }
     struct kvfs_record record;
     struct node *node;
-    struct user *user = user_get(plane, user_id(server->transport, in->uid));
+    struct user *user = user_get(plane, user_id(server->transport, in));
     int r = node_open(plane, in->nodeid, user, false, &record, &node);
     if (r == -EAGAIN) {
         mux_forward(server, open.flags, 0);
@@ -464,7 +469,7 @@ static void made_note(struct kvfs_plane *plane, const struct fuse_in_header *in)
 /* A user with more names than a share makes no more of them, in C or Python. */
 static bool refuse_name(struct server *server, const struct fuse_in_header *in) {
     bool lasting = in->opcode == FUSE_MKDIR || in->opcode == FUSE_SYMLINK;
-    int r = names_ask(server->plane, user_get(server->plane, user_id(server->transport, in->uid)), lasting);
+    int r = names_ask(server->plane, user_get(server->plane, user_id(server->transport, in)), lasting);
     if (r < 0)
         reply_error(server, in->unique, r);
     return r < 0;

@@ -72,6 +72,7 @@ struct transport {
     atomic_bool initialized;
     bool taken; /* from an earlier daemon: its kernel has handles of that one */
     bool inc_epoch;
+    bool idmap;        /* its mounts may be idmapped, and its requests tell no user */
     bool listing_plus; /* its kernel asks for attributes with a listing: READDIRPLUS */
     bool direct_mmap;  /* its kernel maps files opened with FOPEN_DIRECT_IO (Linux 6.6) */
     uint32_t minor;
@@ -82,7 +83,11 @@ struct transport {
     atomic_uint kernel_number; /* counts the kernels that came and went: handles of an earlier one are not this one's */
 };
 static inline struct caller caller_of(const struct transport *transport, uint32_t pid) { return (struct caller){transport->user, pid}; }
-static inline uint32_t user_id(const struct transport *transport, uint32_t uid) { return transport->user ? transport->user : uid; }
+#define NO_USER UINT32_MAX /* of a request on a connection with FLAG2_ALLOW_IDMAP, unless it makes something */
+#define NOBODY 65534u
+/* The user whom a request is charged to. Where mounts may be idmapped, a request that tells none is its file's owner's. Users without a share, as root,
+ * are nobody there: a pod's root makes files of root, and everybody may open those. It gives no rights: those are the kernel's to check. */
+uint32_t user_id(const struct transport *transport, const struct fuse_in_header *in);
 int transport_start(struct kvfs_plane *plane, int fd);
 int transport_take(struct kvfs_plane *plane, const int *fds, uint32_t count, const struct kvfs_held *held);
 void transport_agreed(struct transport *transport, uint32_t minor, uint64_t flags); /* takes over the answer to INIT */

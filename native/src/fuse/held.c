@@ -64,6 +64,11 @@ int kvfs_fuse_take(struct kvfs_plane *plane, const int *fds, uint32_t count, con
     return transport_take(plane, fds, count, held);
 }
 
+int kvfs_fuse_idmap(struct kvfs_plane *plane) {
+    const struct transport *transport = host_transport(plane);
+    return transport && atomic_load(&transport->initialized) && transport->idmap;
+}
+
 void kvfs_fuse_leave(struct kvfs_plane *plane, uint32_t timeout_ms) {
     struct transport *transport = host_transport(plane);
     atomic_store(&plane->leaving, true);

@@ -243,6 +243,7 @@ static void forward(struct server *server, struct fuse_in_header *in, uint64_t a
     struct mux *mux = &plane->fuse->mux;
     const uint32_t size = in->len;
     uint64_t unique = in->unique;
+    const uint32_t user = user_id(server->transport, in);
     bool is_call, first = false;
     struct call *call = call_make(mux, in, &is_call);
     COUNT(plane, forwarded, held ? 0 : 1);
@@ -264,7 +265,7 @@ static void forward(struct server *server, struct fuse_in_header *in, uint64_t a
                               .offset = offset,
                               .opcode = in->opcode,
                               .flags = flags,
-                              .user = user_id(server->transport, in->uid),
+                              .user = user,
                               .pid = in->pid,
                               .salt = salt & 0x3fffffff,
                               .index = index,
@@ -283,7 +284,7 @@ static void forward(struct server *server, struct fuse_in_header *in, uint64_t a
             read->offset = read->offset > 2 ? read->offset - 2 : 0; /* "." and ".." are ours */
         }
         if (in->opcode == FUSE_SETXATTR)
-            in->uid = p->user; /* the user that a pin or a slab is charged to */
+            in->uid = user; /* the one that a pin or a slab is charged to */
         pending_link(mux, p);
         in->unique = (uint64_t)p->salt << 32 | (index + 1);
         if (in->opcode != FUSE_GETXATTR) /* Python asks for the process there. Elsewhere it asks whose request it is: kvfs_request_of() */
@@ -648,9 +649,9 @@ static int opendir_reply(struct kvfs_plane *plane, const struct pending *p, stru
     return r;
 }
 
-/* A guest's name is its own, whatever user of its has made it. */
-static void guest_pays(struct kvfs_plane *plane, const struct pending *p, uint64_t inode) {
-    if (!p->transport->guest)
+/* A guest's name is its own, whatever user of its has made it. And one of nobody's may have another owner: user_id(). */
+static void maker_pays(struct kvfs_plane *plane, const struct pending *p, uint64_t inode) {
+    if (!p->transport->guest && !(p->transport->idmap && p->user == NOBODY))
         return;
     kvfs_names_begin(plane->names);
     kvfs_table_charge(plane->table, inode, p->user);
@@ -669,13 +670,13 @@ static int reply_patch(struct kvfs_plane *plane, struct pending *p, uint8_t **bo
         if (*length < sizeof(*entry))
             return -EIO;
         if (p->opcode != FUSE_LOOKUP)
-            guest_pays(plane, p, entry->nodeid);
+            maker_pays(plane, p, entry->nodeid);
         entry_patch(plane, p->transport, entry);
         return 0;
     case FUSE_CREATE:
         if (*length < sizeof(*entry) + sizeof(struct fuse_open_out))
             return -EIO;
-        guest_pays(plane, p, entry->nodeid);
+        maker_pays(plane, p, entry->nodeid);
         entry_patch(plane, p->transport, entry);
         if (p->transport->inc_epoch)
             entry->attr_valid_nsec = CREATED_NS;
@@ -755,7 +756,7 @@ static struct pending pending_here(struct server *server, uint32_t flags) {
                             .node = in->nodeid,
                             .opcode = in->opcode,
                             .flags = flags,
-                            .user = user_id(server->transport, in->uid),
+                            .user = user_id(server->transport, in),
                             .pid = in->pid,
                             .kernel_number = atomic_load(&server->transport->kernel_number)};
 }
