@@ -36,6 +36,8 @@ class ClientStatistics:
     """struct kvfs_client_statistics: totals since the connection was made. Sizes are bytes, the rest are counts.
 
     rings: what device I/O goes by: "io_uring"; or "threads (...)", and why io_uring does not serve.
+    user: whom the daemon takes this client for, as "7". Shares, and owners of blocks, go by that. In a user namespace:
+    "100007 (7 in this process's user namespace)".
     """
 
     lookups: int
@@ -56,10 +58,11 @@ class ClientStatistics:
     reconnects: int
     busy: int
     rings: str
+    user: str
 
 
 _COUNTED = [name for name, _ in ffi.typeof("struct kvfs_client_statistics").fields]
-assert list(ClientStatistics.__dataclass_fields__) == [*_COUNTED, "rings"]
+assert list(ClientStatistics.__dataclass_fields__) == [*_COUNTED, "rings", "user"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,10 +350,11 @@ class Library:
         out = ffi.new("struct kvfs_client_statistics *")
         with self.call():
             check(lib.kvfs_client_statistics_get(self.handle, out), self.name)
-            rings = ffi.new("char[]", 512)
+            rings, user = ffi.new("char[]", 512), ffi.new("char[]", 64)
             check(lib.kvfs_client_rings(self.handle, rings, 512), self.name)
+            check(lib.kvfs_client_user(self.handle, user, 64), self.name)
         found = {name: getattr(out, name) for name in _COUNTED}
-        found["rings"] = ffi.string(rings).decode()
+        found["rings"], found["user"] = ffi.string(rings).decode(), ffi.string(user).decode()
         return ClientStatistics(**found)
 
     def information(self) -> ClientInformation:

@@ -488,7 +488,7 @@ class Connection:
                 word = "is back" if self._started else "is connected"
                 self._logger.info(
                     "kvfs for %s: %s, namespace %s, %s%s",
-                    self._engine, self.options.mount, self.space, word, self._rings(),
+                    self._engine, self.options.mount, self.space, word, self._ways(),
                 )  # fmt: skip
             elif state is State.READING:
                 self._logger.warning(
@@ -516,13 +516,16 @@ class Connection:
             except RuntimeError:
                 self._keeper_due_s = time.monotonic() + RETRY_MAX_S
 
-    def _rings(self) -> str:
-        """For the message that it is up: what it goes by, where that is not io_uring."""
+    def _ways(self) -> str:
+        """For the message that it is up: what it goes by, where that is not io_uring, and a user that is mapped."""
+        if self._link is None:
+            return ""
         try:
-            rings = self._link.client.statistics().rings if self._link is not None else "io_uring"
+            known = self._link.client.statistics()
         except (KvfsError, OSError):
             return ""
-        return "" if rings == "io_uring" else f"; device I/O goes by {rings}"
+        rings = "" if known.rings == "io_uring" else f"; device I/O goes by {known.rings}"
+        return rings + ("" if known.user.isdigit() else f"; the daemon knows it as user {known.user}")
 
     def _keep(self) -> None:
         """Until kvfs is up again: the only place that connects anew."""

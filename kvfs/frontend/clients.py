@@ -386,7 +386,7 @@ class _Connection:
         # Before the answer, for a device that cannot be opened is a reason to refuse.
         for fd in await self._open(0, count):
             os.close(fd)
-        await self.answer(Type.HELLO, 0, head, layout)
+        await self.answer(Type.HELLO, self.peer.uid + 1 & 0xFFFFFFFF, head, layout)
         async with self._sending:
             for at in range(0, count, FDS_MAX):
                 frame = wire.FRAME.pack(0, Type.DESCRIPTORS, 0, 0, 0)

@@ -139,7 +139,9 @@ class Peer:
     @property
     def told(self) -> str:
         """The user, for messages to it."""
-        return f"user {self.uid}" + (" (so the host numbers it: it has a user namespace)" if is_mapped(self.pid) else "")
+        return f"user {self.uid}" + (
+            " (so the host numbers it: it has a user namespace)" if is_mapped(self.pid) else ""
+        )
 
     @property
     def may_control(self) -> bool:

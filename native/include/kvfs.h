@@ -266,6 +266,9 @@ struct kvfs_client_statistics {
 int kvfs_client_statistics_get(struct kvfs_client *client, struct kvfs_client_statistics *out);
 /* The way of this client's device I/O: "io_uring"; or "threads (...)", and why io_uring does not serve. */
 int kvfs_client_rings(struct kvfs_client *client, char *out, uint32_t capacity);
+/* The user that the daemon takes this client for, by whom its shares and the owners of its blocks go: "7". In a user namespace the daemon knows another number:
+ * "100007 (7 in this process's user namespace)". */
+int kvfs_client_user(struct kvfs_client *client, char *out, uint32_t capacity);
 
 #ifdef __cplusplus
 }

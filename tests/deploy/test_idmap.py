@@ -28,8 +28,11 @@ from helpers import (
     write_file,
 )
 
+import kvfs
+
 SYS_OPEN_TREE, SYS_MOVE_MOUNT, SYS_MOUNT_SETATTR = 428, 429, 442
 OPEN_TREE_CLONE, AT_EMPTY_PATH, MOVE_MOUNT_F_EMPTY_PATH, MOUNT_ATTR_IDMAP = 1, 0x1000, 4, 0x00100000
+CLONE_NEWUSER = 0x10000000
 FIRST = 100_000  # users of the pod lie from here on, outside it
 ALICE, MALLORY, NOBODY = 7, 8, 65534
 DATA = content(300_000, "idmap")
@@ -210,6 +213,63 @@ def test_a_change_of_the_content_takes_the_bits_of_the_owners_rights_away(pool: 
         else:
             in_child(lambda: os.truncate(pool.mount / "file", 5), user=MALLORY)
         assert os.stat(pool.mount / "file").st_mode & 0o7777 == 0o777, how
+
+
+@contextlib.contextmanager
+def joined() -> Iterator[Callable[[Callable[[], object]], object]]:
+    """Calls a function in a child that is user ALICE of a user namespace."""
+    with user_namespace() as users:
+
+        def become(function: Callable[[], object]) -> object:
+            if libc.setns(users, CLONE_NEWUSER) < 0:
+                raise OSError(ctypes.get_errno(), "setns")
+            os.setgroups([])
+            os.setresgid(ALICE, ALICE, ALICE)
+            os.setresuid(ALICE, ALICE, ALICE)
+            return function()
+
+        yield lambda function: in_child(lambda: become(function))
+
+
+def test_a_native_client_of_a_pod_is_told_which_user_it_is(own_pool: Callable[..., Pool]) -> None:
+    """SO_PEERCRED has the host's number of the pod's user, whatever the mount's idmapping is."""
+    requires_root()
+    requires_idmap()
+    pool = own_pool(files=2, size="128M", mount_args=(*IDMAP, "--native-in", "/"))
+    pool.base.chmod(0o755)
+    pod = pool.base / "pod"
+
+    def store() -> str:
+        assert os.geteuid() == ALICE
+        with kvfs.connect(pod, "space", gpu=None) as client:
+            client.put([(b"key", b"data")])
+            assert bytes(client.get(b"key") or b"") == b"data"
+            with open(pod / "space/6b/6b6579", "rb") as file:
+                assert file.read() == b"data"
+            assert os.stat(pod / "space/6b/6b6579").st_uid == NOBODY
+            return client.statistics().user
+
+    with idmapped(pool.mount, pod), joined() as become:
+        assert become(store) == f"{FIRST + ALICE} ({ALICE} in this process's user namespace)"
+    assert os.stat(pool.mount / "space/6b/6b6579").st_uid == FIRST + ALICE
+    with kvfs.connect(pool.mount, "space", gpu=None) as client:
+        assert client.statistics().user == "0"
+
+
+def test_a_refusal_names_the_user_that_the_host_sees(own_pool: Callable[..., Pool]) -> None:
+    requires_root()
+    pool = own_pool(files=2, size="64M")
+    for path, mode in ((pool.base, 0o755), (pool.path, 0o711), (pool.path / "control.sock", 0o666)):
+        path.chmod(mode)
+
+    def refused() -> str:
+        with pytest.raises(kvfs.errors.ClientError) as caught:
+            kvfs.connect(pool.path, "space", gpu=None)
+        return str(caught.value)
+
+    with joined() as become:
+        said = f"user {FIRST + ALICE} (so the host numbers it: it has a user namespace) may not use this pool"
+        assert said in str(become(refused))
 
 
 def test_without_the_option_a_mount_takes_no_idmapping(own_pool: Callable[..., Pool]) -> None:

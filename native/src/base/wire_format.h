@@ -63,7 +63,8 @@ static_assert(sizeof(struct wire_hello) == 24, "wire");
 
 /* Answer to hello, then device_count uint64_t (zones_offset), then segment_count * stripe_width { uint32_t device, zone }. Then come DESCRIPTORS
  * frames without payload, each with up to KVFS_WIRE_FDS_MAX descriptors (SCM_RIGHTS) on its first byte. They are the block table's memfd, then the
- * devices in order, O_DIRECT, then in a pod the pod map's memfd. Devices are opened for reading only if the client asked for that. */
+ * devices in order, O_DIRECT, then in a pod the pod map's memfd. Devices are opened for reading only if the client asked for that.
+ * The id of the HELLO frame is the user that the daemon takes the client for, plus 1; 0: an older daemon, which does not say. */
 struct wire_welcome {
     uint32_t version;
     uint32_t writable;

@@ -65,6 +65,7 @@ struct connection {
     bool writable;
     uint32_t version; /* of the protocol, as agreed on: KVFS_WIRE_OLDEST to KVFS_WIRE_VERSION */
     uint32_t reservation_ms;
+    uint32_t user, own_user; /* as the daemon sees it, plus 1 (0: it does not say); as this process saw itself then */
     uint8_t uuid[16];
     pthread_mutex_t lock; /* lanes, orphans */
     struct lane *idle;

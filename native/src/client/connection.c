@@ -230,6 +230,8 @@ static int connection_welcome(struct kvfs_client *client, struct connection *con
     if (r == 0) {
         memcpy(&welcome, rest, sizeof(welcome));
         connection->version = version;
+        connection->user = frame.id;
+        connection->own_user = geteuid();
         if (welcome.version != version)
             r = client_fail(-EPROTO, "%s: the daemon speaks version %u, this library %u", client->pool, welcome.version, version);
         else if (frame.size < sizeof(welcome))

@@ -47,6 +47,21 @@ int kvfs_client_rings(struct kvfs_client *client, char *out, uint32_t capacity) 
     return 0;
 }
 
+int kvfs_client_user(struct kvfs_client *client, char *out, uint32_t capacity) {
+    if (client->pid != getpid())
+        return client_fail(-ECHILD, "%s: connected by process %d", client->path, (int)client->pid);
+    pthread_mutex_lock(&client->lock);
+    uint32_t user = client->connection->user, own = client->connection->own_user;
+    pthread_mutex_unlock(&client->lock);
+    if (!user)
+        snprintf(out, capacity, "unknown (an older daemon does not say)");
+    else if (user - 1 == own)
+        snprintf(out, capacity, "%u", own);
+    else
+        snprintf(out, capacity, "%u (%u in this process's user namespace)", user - 1, own);
+    return 0;
+}
+
 /* ---- to a put ---- */
 
 /* With the lock. */
