@@ -797,7 +797,8 @@ def opened_by(user: int, function: Callable[[], int]) -> Iterator[int]:
 
 def requires_idmap() -> None:
     """Skip unless `kvfs mount --idmap` is to be had."""
-    from kvfs.doctor import IDMAP_KERNEL, kernel_version
+    from kvfs.doctor import IDMAP_KERNEL
+    from kvfs.units import kernel_version
 
     if kernel_version(os.uname().release) < IDMAP_KERNEL:
         pytest.skip(f"Linux 6.12 or newer has idmapped FUSE mounts; this is {os.uname().release}")

@@ -97,7 +97,7 @@ def check_hold(options: MountOptions) -> None:
 
 def check_idmap(options: MountOptions) -> None:
     """UsageError for a kernel without idmapped FUSE mounts, or a mount that lets no user of a pod in."""
-    from kvfs.doctor import IDMAP_KERNEL, kernel_version
+    from kvfs.doctor import IDMAP_KERNEL
 
     if not options.idmap:
         return

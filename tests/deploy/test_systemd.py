@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import helpers
 import pytest
 
-from kvfs.doctor import kernel_version
+from kvfs.units import kernel_version
 
 SYSTEMD = pathlib.Path("/lib/systemd/systemd")
 _BOOT = """

@@ -18,7 +18,7 @@ from helpers import KIB, Pool, content, mount_device, wait_until
 from service_manager import ServiceManager
 from workload import Child
 
-from kvfs.doctor import kernel_version
+from kvfs.units import kernel_version
 
 
 @pytest.fixture(autouse=True)
