@@ -479,8 +479,6 @@ class Plane:
         """Return when the hosts have all notifications that were queued before."""
         await self._run(lambda cookie: lib.kvfs_notify_flush(self._plane, cookie), "notification of the hosts")
 
-    # ---- names ----
-
     def name_put(self, record: bytes, replaced: int) -> int:
         """Not 0: the inode `replaced` is kept, being open or LINGERS. NamesFullError: no room for another name."""
         _assert_record(record)

@@ -473,7 +473,7 @@ class LmdbIndex:
         self.bring((number,))
 
     def push(self, number: int, target: int) -> None:
-        """As Names.push(), with both in memory."""
+        """As Names.push(), with both in memory. Of other files it is nothing."""
         self.bring((number, target))
         self._names.push(number, target)
 

@@ -556,8 +556,7 @@ class Namespace:
         kept = self._plane.name_put(record, 0 if target is None else target.inode)
         # The old holder of the name leaves the index before the new one takes the name over.
         if target is not None:
-            if not lasting and renamed.kind == Kind.FILE:
-                self._index.push(inode.inode, target.inode)
+            self._index.push(inode.inode, target.inode)
             self._drop_name(target, kept or target.inode in self._open_directories, now)
             if kept:
                 self._blocks.linger(target.inode)

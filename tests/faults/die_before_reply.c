@@ -1,4 +1,4 @@
-/* Preloaded into a daemon: it is killed as it writes the answer to a request of the kind whose number is in the file KVFS_DIE. So the request was done, and
+/* Preloaded into a daemon: it is killed as it writes the answer to a request of the kind whose number is in the file DIE_AT. So the request was done, and
  * its kernel does not know. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -39,7 +39,7 @@ ssize_t readv(int fd, const struct iovec *iovs, int count) {
 ssize_t writev(int fd, const struct iovec *iovs, int count) {
     ssize_t (*next)(int, const struct iovec *, int) = (ssize_t(*)(int, const struct iovec *, int))dlsym(RTLD_NEXT, "writev");
     const struct out_header *out = iovs[0].iov_base;
-    const char *path = getenv("KVFS_DIE");
+    const char *path = getenv("DIE_AT");
     if (path && count > 0 && iovs[0].iov_len == sizeof(*out) && out->unique && !out->error) {
         char text[16] = {0};
         int order = open(path, O_RDONLY | O_CLOEXEC);

@@ -60,7 +60,7 @@ def dying(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[H
     with HeldPool(files=2, size="256M", started=False) as made:
         made.hold()
         made.mount_args = ("--allow-other", "--hold", str(made.socket))
-        monkeypatch.setenv("KVFS_DIE", str(made.base / "die"))
+        monkeypatch.setenv("DIE_AT", str(made.base / "die"))
         monkeypatch.setenv("LD_PRELOAD", str(library))
         made.start()
         monkeypatch.delenv("LD_PRELOAD")

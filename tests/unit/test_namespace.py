@@ -91,6 +91,9 @@ class IndexDouble:
     def keep(self, number: int) -> None:
         pass
 
+    def push(self, number: int, target: int) -> None:
+        pass
+
     def is_empty(self, parent: InodeNumber) -> bool:
         return not any(at == parent for at, _ in self.dentries)
 

@@ -1,8 +1,7 @@
 /* Handles of earlier daemons, under a mount that was taken over: the kernel reads on by numbers that nobody here has given out.
  *
  * A sealed block needs the inode alone. It counts as open from the first READ by such a number to that number's RELEASE. How many there are, only the
- * kernel knows. So an inode of before that a request of this kernel removes, or replaces, counts as open until the kernel forgets it, which it does
- * after the last close. */
+ * kernel knows. It forgets an inode after the last close. So one of before that a request of this kernel removes or replaces counts as open until then. */
 #include "content/content.h"
 
 #include <sys/stat.h>

@@ -183,7 +183,7 @@ static void tell_unsealed(struct kvfs_names *names, const struct entry *entry) {
     held_publish(journal);
 }
 
-/* What no commit writes stays known as its entries go: nameless blocks that are open, and files that are not sealed. */
+/* Nameless blocks that are open, and files that are not sealed, stay known: they are told again as their entries go. */
 static void tell_held(struct kvfs_names *names) {
     names->journal->held_untold = false;
     for (enum state state = DIRTY; state <= VOLATILE; state++)

@@ -222,10 +222,6 @@ static void entry_move(struct kvfs_names *names, struct entry *entry, enum state
     names->counts[state]++;
 }
 
-static bool is_unsealed(const struct kvfs_inode_record *record) {
-    return record && record->kind == KVFS_KIND_FILE && !(record->flags & (KVFS_INODE_SEALED | KVFS_INODE_NAMELESS));
-}
-
 /* The entry has this record from now on, or none, and is a member where it lies. */
 static void entry_hold(struct kvfs_names *names, struct entry *entry, struct kvfs_inode_record *record, struct members *members) {
     uint32_t size;
@@ -238,13 +234,6 @@ static void entry_hold(struct kvfs_names *names, struct entry *entry, struct kvf
         free(entry->older);
         entry->older = NULL;
     }
-}
-
-const struct kvfs_inode_record *entry_older(const struct entry *entry) {
-    const struct kvfs_inode_record *record = entry->record, *older = entry->older;
-    bool same = older && record && record->parent == older->parent && record->name_size == older->name_size &&
-                memcmp(record_name(record), record_name(older), record->name_size) == 0;
-    return same && is_unsealed(record) ? older : NULL;
 }
 
 /* A new entry without a record, VOLATILE. NULL: no memory. */

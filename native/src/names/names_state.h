@@ -91,8 +91,16 @@ static inline struct entry *entry_find(const struct kvfs_names *names, uint64_t 
         entry = entry->next;
     return entry;
 }
+static inline bool is_unsealed(const struct kvfs_inode_record *record) {
+    return record && record->kind == KVFS_KIND_FILE && !(record->flags & (KVFS_INODE_SEALED | KVFS_INODE_NAMELESS));
+}
 /* The record of the block that comes back to the entry's name if this process ends now, or NULL. */
-const struct kvfs_inode_record *entry_older(const struct entry *entry);
+static inline const struct kvfs_inode_record *entry_older(const struct entry *entry) {
+    const struct kvfs_inode_record *record = entry->record, *older = entry->older;
+    bool same = older && record && record->parent == older->parent && record->name_size == older->name_size &&
+                memcmp(record_name(record), record_name(older), record->name_size) == 0;
+    return same && is_unsealed(record) ? older : NULL;
+}
 uint64_t name_hash_of(const struct kvfs_names *names, uint64_t parent, const char *name, uint32_t size);
 /* The memory that an entry needs beside its own to be a member where this record lies; the record may be NULL. 0 or -ENOMEM. */
 int members_make(const struct kvfs_inode_record *record, struct members **out);
