@@ -30,6 +30,16 @@ static uint32_t places_used(int fd) {
     return count;
 }
 
+#define SEALED_MARK (UINT64_C(1) << 63)
+
+/* Of the inode's place: 1 or 0; -1: it has none. */
+static int is_marked(int fd, uint64_t inode) {
+    for (uint32_t i = 0; i < PLACES; i++)
+        if ((place_of(fd, i) & ~SEALED_MARK) == inode)
+            return (place_of(fd, i) & SEALED_MARK) != 0;
+    return -1;
+}
+
 /* A RELEASE is answered before its file goes. */
 static void wait_places(int fd, uint32_t count) {
     for (uint64_t until = now_ns() + 20000000000ull; places_used(fd) != count; usleep(1000))
@@ -114,7 +124,9 @@ static void test_a_mount_is_taken(int written) {
     const uint64_t size = 70000, doubtful = next_inode + 1, sound = next_inode + 2;
     place_set(written, 9, doubtful);
     place_set(written, PLACES - 1, 77777);
+    place_set(written, 20, sound | SEALED_MARK); /* its earlier writer had sealed it, and not gone */
     CHECK(kvfs_fuse_hold(plane, written) == 0);
+    CHECK(places_used(written) == 2);
     int fd;
     kernel = kernel_end(&fd);
     struct kvfs_held held = good();
@@ -165,6 +177,36 @@ static void test_a_mount_is_taken(int written) {
     free(data);
     free(model);
     printf("ok a mount is taken, with what its kernel has of earlier daemons\n");
+}
+
+/* Its content is sealed and its writer's RELEASE still to come: the next daemon reads it on. */
+static void test_what_is_sealed_is_marked_until_it_changes(int written) {
+    uint8_t *data = pattern(5000, 6);
+    uint64_t fh, inode = create_with("marked", O_WRONLY | O_CREAT, &fh);
+    CHECK(is_marked(written, inode) == 0);
+    CHECK(write_at(inode, fh, 0, data, 5000) == 0);
+    CHECK(is_marked(written, inode) == 0);
+    for (int turn = 0; turn < 2; turn++) {
+        CHECK(flush_and_seal(inode, fh, "marked") == 0);
+        CHECK(is_marked(written, inode) == 1);
+        CHECK(write_at(inode, fh, 100, data, 100) == 0);
+        CHECK(is_marked(written, inode) == 0);
+    }
+    CHECK(flush_and_seal(inode, fh, "marked") == 0);
+    CHECK(is_marked(written, inode) == 1);
+    /* It might write by a mapping, which tells nobody in time. */
+    uint64_t other = open_write(inode, O_RDWR);
+    CHECK(is_marked(written, inode) == 0);
+    CHECK(write_at(inode, other, 0, data, 10) == 0);
+    CHECK(flush_and_seal(inode, other, "marked") == 0);
+    CHECK(is_marked(written, inode) == 0);
+    release(inode, other);
+    CHECK(write_at(inode, fh, 0, data, 10) == 0);
+    CHECK(flush_and_seal(inode, fh, "marked") == 0);
+    release(inode, fh);
+    wait_places(written, 2);
+    free(data);
+    printf("ok what is sealed and has a writer is marked until it changes\n");
 }
 
 static void test_a_full_list_refuses_writers(int written) {
@@ -225,6 +267,7 @@ int main(void) {
     test_states_that_cannot_be_are_refused();
     plane->fuse->held = false;
     test_a_mount_is_taken(written);
+    test_what_is_sealed_is_marked_until_it_changes(written);
     test_a_full_list_refuses_writers(written);
     test_a_mount_is_left(written);
     close(kernel);

@@ -192,6 +192,30 @@ def test_a_file_that_was_not_sealed_is_ebadf(pool: HeldPool, number: int) -> Non
         assert not (pool.mount / "open").exists()
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_file_that_is_sealed_reads_on_though_its_writer_has_not_gone(pool: HeldPool, number: int) -> None:
+    """A close(2) seals it, and the kernel's RELEASE comes later. Here another descriptor of the same open keeps it away."""
+    data = b"d" * 4096 * PAGES
+    path = pool.mount / "sealed"
+
+    def begin() -> tuple[int, int]:
+        writer = os.open(path, os.O_WRONLY | os.O_CREAT)
+        early = os.open(path, os.O_RDONLY)
+        os.write(writer, data)
+        os.close(os.dup(writer))  # FLUSH alone
+        return writer, early
+
+    def end(found: object) -> tuple[int, bytes, bytes]:
+        writer, early = found  # type: ignore[misc]
+        failed = errno_of(lambda: os.pwrite(writer, b"x" * 5000, 0))
+        os.posix_fadvise(early, 0, 0, os.POSIX_FADV_DONTNEED)
+        return failed, os.pread(early, len(data), 0), path.read_bytes()
+
+    go_on = meanwhile(pool, begin, end)
+    pool.take_over(number)
+    assert go_on() == (errno.EBADF, data, data)
+
+
 def test_pages_that_were_never_sealed_are_served_to_nobody(pool: HeldPool) -> None:
     """A block is being rewritten as the daemon is killed. The kernel has pages of the new content, and the next daemon
     serves the old."""

@@ -75,6 +75,7 @@ struct node {
     pthread_mutex_t lock;           /* desc, file, *foreign, content */
     struct desc *desc;
     struct file *file;
+    bool mappable; /* a handle could write by a mapping, of which no WRITE tells in time. Under the lock */
     uint64_t placements;                 /* the last chunk's placement. Under the lock; it outlives the file */
     uint64_t failed_ns, failed_until_ns; /* the last read that failed: when, and its deadline. Under the lock */
 };
@@ -266,6 +267,7 @@ struct file {
     bool slab_asked, slab_refused; /* asked: Python makes it a slab, and writes wait; refused: it stays a file */
     bool dirty, sealing, spilling, discarded;
     uint32_t written_place; /* in the list of written.c; 0: none */
+    bool told_sealed;       /* by written_is_sealed() */
     uint64_t overtaken;     /* up to this version another node's change of its name counts: looked at again when the file ends. 0: none */
     struct desc *sealed;    /* the header just written, until seal_end */
     struct request *parked, *parked_last;
@@ -276,7 +278,9 @@ int written_keep(struct kvfs_plane *plane, int fd); /* as kvfs_fuse_hold() */
 struct written;
 void written_free(struct written *written);
 int written_add(struct kvfs_plane *plane, uint64_t inode, uint32_t *place); /* *place: 0 if nobody keeps a list. -ENFILE: the list is full */
-void written_remove(struct kvfs_plane *plane, uint64_t inode, uint32_t place);
+void written_remove(struct kvfs_plane *plane, const struct file *file);
+/* Whether all that a kernel may have of the file is sealed, although it has writers. False before a change of it begins. */
+void written_is_sealed(struct kvfs_plane *plane, struct file *file, bool sealed);
 bool written_earlier(const struct kvfs_plane *plane, uint64_t inode); /* an earlier daemon had it open for writing when it ended */
 
 /* All of these take node->lock held, unless they block. */

@@ -53,10 +53,13 @@ static int handle_add(struct kvfs_plane *plane, const struct handle *from, uint6
 int handle_open(struct kvfs_plane *plane, struct transport *transport, struct node *node, struct user *user, uint32_t flags, bool writer, bool uses,
                 uint64_t *fh) {
     struct handle handle = {.node = node, .transport = transport, .user = user, .flags = flags, .writer = writer, .unread = uses};
-    if (writer && flags & O_DIRECT) {
+    if (writer && (flags & O_DIRECT || (flags & O_ACCMODE) == O_RDWR)) {
         pthread_mutex_lock(&node->lock);
-        if (node->file)
+        node->mappable |= (flags & O_ACCMODE) == O_RDWR;
+        if (node->file && flags & O_DIRECT)
             node->file->direct = true;
+        if (node->file && node->mappable)
+            written_is_sealed(plane, node->file, false);
         pthread_mutex_unlock(&node->lock);
     }
     return handle_add(plane, &handle, fh);

@@ -759,6 +759,7 @@ int kvfs_seal_end(struct kvfs_plane *plane, uint64_t inode, int ok) {
             file->dirty = false;
             desc_put(node->desc);
             node->desc = desc;
+            written_is_sealed(plane, file, r == 0 && !file->slab && !node->mappable && !atomic_load(&node->guest_wrote));
         } else {
             desc_put(desc);
         }

@@ -97,6 +97,7 @@ int kvfs_slab_extend(struct kvfs_plane *plane, uint64_t inode, uint64_t size, in
         r = -EBUSY; /* truncated to more while its segments were taken: not the file that they were for */
     if (r == 0) {
         slab->chosen |= chosen != 0;
+        written_is_sealed(plane, file, false);
         file->slab = slab;
         if (size > file->size)
             file->size = size;

@@ -247,6 +247,7 @@ int file_write(struct kvfs_plane *plane, struct node *node, struct request *requ
     int r = write_admit(plane, node, request);
     if (r < 0)
         return r;
+    written_is_sealed(plane, file, false);
     const uint8_t *payload = request->payload;
     for (uint64_t at = offset, size; at < end; at += size, payload += size) {
         uint32_t index = (uint32_t)(at / CHUNK_SIZE);
@@ -305,6 +306,7 @@ int file_truncate(struct kvfs_plane *plane, struct node *node, uint64_t size) {
     assert(!file->sealing);
     if (size > file_size_max(plane))
         return -EFBIG;
+    written_is_sealed(plane, file, false);
     if (size < file->size) {
         uint32_t keep = (uint32_t)((size + CHUNK_SIZE - 1) / CHUNK_SIZE);
         for (uint32_t i = keep; i < file->chunk_count; i++)
@@ -388,7 +390,7 @@ void file_free(struct kvfs_plane *plane, struct node *node) {
     desc_put(file->sealed);
     slab_put(file->slab);
     if (!written_stays(plane, file))
-        written_remove(plane, file->inode, file->written_place);
+        written_remove(plane, file);
     free(file->chunks);
     free(file->placed);
     free(file->leaves);

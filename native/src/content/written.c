@@ -4,7 +4,10 @@
  * list: no handle of an earlier daemon reads such an inode on, and no open of one keeps the kernel's pages. An entry that a daemon finds stays as
  * long as the list does, since the earlier handles may, too.
  *
- * A page with a header, then a place of 8 bytes for each inode: its number, or 0. Each is changed by one store. */
+ * A file that was sealed and has a writer yet, whose RELEASE is under way perhaps, has a mark. The next daemon drops it: no WRITE was begun since, and
+ * the kernel drops the page of one that fails. A writer that may have a mapping gets no mark.
+ *
+ * A page with a header, then a place of 8 bytes for each inode: its number, with bit 63 as the mark, or 0. Each is changed by one store. */
 #include "base/sealed_memory.h"
 #include "content/content.h"
 
@@ -12,6 +15,7 @@
 
 #define WRITTEN_MAGIC 0x315f4e5454525756ull /* "VWRTTN_1" */
 #define WRITTEN_PLACES 65536u
+#define WRITTEN_SEALED (UINT64_C(1) << 63)
 #define WRITTEN_SIZE (KVFS_PAGE_SIZE + WRITTEN_PLACES * sizeof(uint64_t))
 
 struct written_header {
@@ -39,8 +43,11 @@ static int by_number(const void *a, const void *b) {
 /* Those that are there already are of earlier daemons. */
 static int earlier_find(struct written *written) {
     uint32_t count = 0;
-    for (uint32_t i = 0; i < WRITTEN_PLACES; i++)
+    for (uint32_t i = 0; i < WRITTEN_PLACES; i++) {
+        if (atomic_load(&written->places[i]) & WRITTEN_SEALED)
+            atomic_store(&written->places[i], 0);
         count += atomic_load(&written->places[i]) != 0;
+    }
     written->earlier = malloc((count + 1) * sizeof(*written->earlier));
     if (!written->earlier)
         return -ENOMEM;
@@ -109,13 +116,23 @@ int written_add(struct kvfs_plane *plane, uint64_t inode, uint32_t *place) {
     return -ENFILE;
 }
 
-void written_remove(struct kvfs_plane *plane, uint64_t inode, uint32_t place) {
-    if (!place)
+static void replace(struct kvfs_plane *plane, const struct file *file, uint64_t value) {
+    unsigned long long own = file->inode | (file->told_sealed ? WRITTEN_SEALED : 0);
+    assert(file->written_place <= WRITTEN_PLACES);
+    bool replaced = atomic_compare_exchange_strong(&plane->written->places[file->written_place - 1], &own, value);
+    assert(replaced);
+}
+
+void written_remove(struct kvfs_plane *plane, const struct file *file) {
+    if (file->written_place)
+        replace(plane, file, 0);
+}
+
+void written_is_sealed(struct kvfs_plane *plane, struct file *file, bool sealed) {
+    if (!file->written_place || file->told_sealed == sealed)
         return;
-    assert(place <= WRITTEN_PLACES);
-    unsigned long long own = inode;
-    bool removed = atomic_compare_exchange_strong(&plane->written->places[place - 1], &own, 0);
-    assert(removed);
+    replace(plane, file, file->inode | (sealed ? WRITTEN_SEALED : 0));
+    file->told_sealed = sealed;
 }
 
 bool written_earlier(const struct kvfs_plane *plane, uint64_t inode) {
