@@ -13,6 +13,7 @@ static void test_a_line_is_taken_apart(void) {
     CHECK(mountinfo_parse(line, &mount));
     CHECK(mount.id == 36 && mount.major == 98 && mount.minor == 7);
     CHECK(strcmp(mount.root, "/root a") == 0 && strcmp(mount.path, "/mnt/a\tb\\c") == 0);
+    CHECK(strcmp(mount.flags, "rw,noatime") == 0);
     CHECK(strcmp(mount.kind, "fuse.kvfs") == 0 && strcmp(mount.source, "/pool x") == 0 && strcmp(mount.options, "rw,user_id=0") == 0);
 }
 

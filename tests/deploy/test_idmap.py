@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import json
 import os
 import pathlib
 import struct
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -29,6 +31,7 @@ from helpers import (
 )
 
 import kvfs
+from kvfs.client import preload
 
 SYS_OPEN_TREE, SYS_MOVE_MOUNT, SYS_MOUNT_SETATTR = 428, 429, 442
 OPEN_TREE_CLONE, AT_EMPTY_PATH, MOVE_MOUNT_F_EMPTY_PATH, MOUNT_ATTR_IDMAP = 1, 0x1000, 4, 0x00100000
@@ -270,6 +273,20 @@ def test_a_refusal_names_the_user_that_the_host_sees(own_pool: Callable[..., Poo
     with joined() as become:
         said = f"user {FIRST + ALICE} (so the host numbers it: it has a user namespace) may not use this pool"
         assert said in str(become(refused))
+
+
+def test_the_preload_library_leaves_an_idmapped_mount_to_the_kernel(pool: Pool, tmp_path: pathlib.Path) -> None:
+    """Owners that it would tell, and rights that it would find, are those of the mount that was bound."""
+    write_file(pool.mount / "file", DATA)
+    os.chown(pool.mount / "file", ALICE, ALICE)
+    pod = pool.base / "pod"
+    program = "import os, sys; [print(os.stat(path).st_uid) for path in sys.argv[1:]]"
+    stats = tmp_path / "stats"
+    environment = preload.environment(dict(os.environ)) | {"KVFS_PRELOAD_STATS": str(stats)}
+    with idmapped(pool.mount, pod):
+        done = run(sys.executable, "-c", program, pool.mount / "file", pod / "file", environment=environment)
+        assert done.stdout.split() == [str(ALICE), str(FIRST + ALICE)]
+    assert [json.loads(line)["stats"] for line in stats.read_text().splitlines()] == [1]
 
 
 def test_without_the_option_a_mount_takes_no_idmapping(own_pool: Callable[..., Pool]) -> None:

@@ -194,7 +194,7 @@ def test_a_file_that_was_not_sealed_is_ebadf(pool: HeldPool, number: int) -> Non
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_file_that_is_sealed_reads_on_though_its_writer_has_not_gone(pool: HeldPool, number: int) -> None:
-    """A close(2) seals it, and the kernel's RELEASE comes later. Here another descriptor of the same open keeps it away."""
+    """A close(2) seals it, and the RELEASE comes later. Here another descriptor of the same open keeps that away."""
     data = b"d" * 4096 * PAGES
     path = pool.mount / "sealed"
 

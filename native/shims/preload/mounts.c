@@ -170,9 +170,9 @@ static struct mount *mount_known(const struct mount *wanted) {
 
 static void mount_found(const struct mountinfo *line) {
     struct mount wanted = {.path_size = (uint32_t)strlen(line->path), .id = (int)line->id, .major = line->major, .minor = line->minor};
-    /* Paths in a bind mount of a part of the pool would mean something else. */
-    if (!line->options || strcmp(line->root, "/") != 0 || wanted.path_size < 2 || wanted.path_size >= PATH_SIZE ||
-        strlen(line->source) >= PATH_SIZE || scratch.count == MOUNTS_MAX)
+    /* Paths in a bind mount of a part of the pool would mean something else, and owners in an idmapped one. */
+    if (!line->options || has_option(line->flags, "idmapped") || strcmp(line->root, "/") != 0 || wanted.path_size < 2 ||
+        wanted.path_size >= PATH_SIZE || strlen(line->source) >= PATH_SIZE || scratch.count == MOUNTS_MAX)
         return;
     strcpy(wanted.path, line->path);
     strcpy(wanted.source, line->source);

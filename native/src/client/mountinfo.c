@@ -47,7 +47,8 @@ static const char *number(const char *text, unsigned long long *out) {
 /* 36 35 98:0 /root /mount/point options optional... - kind source options */
 bool mountinfo_parse(char *line, struct mountinfo *out) {
     unsigned long long major_number, minor_number;
-    char *id = field(&line), *parent = field(&line), *device = field(&line), *root = field(&line), *path = field(&line), *text = path;
+    char *id = field(&line), *parent = field(&line), *device = field(&line), *root = field(&line), *path = field(&line), *flags = field(&line);
+    char *text = flags;
     if (!parent || !device || !path)
         return false;
     while (text && !(text[0] == '-' && text[1] == 0))
@@ -59,6 +60,7 @@ bool mountinfo_parse(char *line, struct mountinfo *out) {
     out->minor = (unsigned)minor_number;
     out->root = unescaped(root);
     out->path = unescaped(path);
+    out->flags = flags;
     out->kind = field(&line);
     out->source = unescaped(field(&line));
     out->options = field(&line);

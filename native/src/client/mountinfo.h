@@ -9,6 +9,7 @@ struct mountinfo {
     unsigned long long id;
     unsigned major, minor;
     char *root, *path;             /* in its filesystem, and where it is mounted */
+    char *flags;                   /* of this mount alone: "rw,nosuid,idmapped" */
     char *kind, *source, *options; /* options: of the filesystem. NULL where the line ends before them. */
 };
 /* Take a line apart, in place: out's texts are parts of it, without escapes. False: it is no such line. */

@@ -75,7 +75,7 @@ struct node {
     pthread_mutex_t lock;           /* desc, file, *foreign, content */
     struct desc *desc;
     struct file *file;
-    bool mappable; /* a handle could write by a mapping, of which no WRITE tells in time. Under the lock */
+    bool mappable;                       /* a handle could write by a mapping, of which no WRITE tells in time. Under the lock */
     uint64_t placements;                 /* the last chunk's placement. Under the lock; it outlives the file */
     uint64_t failed_ns, failed_until_ns; /* the last read that failed: when, and its deadline. Under the lock */
 };
