@@ -45,7 +45,7 @@ class Entry(NamedTuple):
     held: bool  # nothing has changed: told again, as no commit writes it
     sequence: int
     inode: int
-    transport: int  # of the request, with its `unique` without bit 63; 0: there was none
+    transport: int  # of the request that the step has done, with its `unique` without bit 63; 0: there was none
     unique: int
     data: bytes  # of PUT the record
 

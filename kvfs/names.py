@@ -157,6 +157,8 @@ class Names:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._depth -= 1
+        if self._attached and not self._depth and error is not None:
+            self.change_for(None)  # what has changed is not what the request asked for: if it comes again it is done
         lib.kvfs_names_end(self._names)
         if self._attached and not self._depth:
             self.change_for(None)

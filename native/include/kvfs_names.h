@@ -185,7 +185,7 @@ struct kvfs_journal_entry {
     uint16_t reserved;
     uint64_t sequence; /* each entry has the next number. Some are missing where there was no room */
     uint64_t inode;
-    uint64_t transport, unique; /* the request that it was for; 0: none */
+    uint64_t transport, unique; /* the request that its step has done; 0: none. In the last entry of the step */
     uint32_t data_size;
     uint32_t reserved1;
 };

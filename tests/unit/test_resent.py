@@ -19,15 +19,18 @@ from typing import cast
 import pytest
 import trio
 from helpers import slowness
-from pyfuse3 import RequestContext
+from pyfuse3 import FUSEError, RequestContext
 from store_pools import LAZY, crashed_store, make_pool
 
 from kvfs import journal
+from kvfs.errors import NotFoundError
 from kvfs.frontend.calls import Calls
 from kvfs.frontend.fuse import Operations
+from kvfs.names import step
 from kvfs.namespace.files import Namespace
+from kvfs.record import Inode
 from kvfs.store.store import Store
-from kvfs.types import ROOT_INODE
+from kvfs.types import ROOT_INODE, InodeNumber
 
 _IN, _OUT = struct.Struct("<IIQQIIIHH"), struct.Struct("<IiQ")
 INIT, MKDIR, UNLINK, RMDIR, RENAME, SYMLINK, SETXATTR, FLUSH, CREATE, WRITE = 26, 9, 10, 11, 12, 6, 21, 25, 35, 16
@@ -142,10 +145,11 @@ def flush_body(fh: int) -> bytes:
 
 
 def of_requests(fd: int) -> list[set[int]]:
-    """The requests of each step that was for one."""
-    steps = [{entry.unique for entry in step} for step in journal.read(fd).steps]
-    assert all(entry.transport == 1 for step in journal.read(fd).steps for entry in step if entry.unique)
-    return [step for step in steps if step != {0}]
+    """The requests of each step that has done one."""
+    steps = journal.read(fd).steps
+    assert all(entry.transport == 1 for step in steps for entry in step if entry.unique)
+    assert not any(entry.unique for step in steps for entry in step[:-1])
+    return [{step[-1].unique} for step in steps if step[-1].unique]
 
 
 def test_a_rename_or_removal_that_was_done_is_answered_and_not_done_to_another(pool: Path, kept: int) -> None:
@@ -268,6 +272,32 @@ def test_a_file_whose_create_is_sent_again_is_made_anew(pool: Path, kept: int) -
         body = struct.pack("<IIII", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o100644, 0, 0) + b"a\0"
         assert (await kernel.answered(CREATE, ROOT_INODE, body, 10 | RESENT))[0] == 0
         assert (await kernel.answered(CREATE, ROOT_INODE, body, 20))[0] == EEXIST
+
+    serve(pool, kept, first)
+    serve(pool, kept, second)
+
+
+class _Fails(Namespace):
+    """As a RENAME in a pod, which takes a directory over before it finds that it cannot be done."""
+
+    @step
+    def mkdir(self, parent: InodeNumber, name: bytes, mode: int, uid: int, gid: int) -> Inode:
+        super().mkdir(parent, name, mode, uid, gid)
+        raise NotFoundError(f"{name!r}: after a change")
+
+
+def test_what_failed_after_a_change_is_not_done(pool: Path, kept: int) -> None:
+    async def first(kernel: Kernel) -> None:
+        await kernel.ask(MKDIR, ROOT_INODE, MODE.pack(0o755, 0) + b"d\0", 10)
+        _, ctx = await kernel.forwarded(MKDIR)
+        with pytest.raises(FUSEError):
+            await Operations(_Fails(kernel.store)).mkdir(ROOT_INODE, b"d", 0o755, ctx)
+        assert of_requests(kept) == []
+
+    async def second(kernel: Kernel) -> None:
+        await kernel.ask(MKDIR, ROOT_INODE, MODE.pack(0o755, 0) + b"d\0", 10 | RESENT)
+        await kernel.forwarded(MKDIR)
+        assert Namespace(kernel.store).lookup(ROOT_INODE, b"d").inode
 
     serve(pool, kept, first)
     serve(pool, kept, second)

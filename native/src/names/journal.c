@@ -28,6 +28,7 @@ struct journal {
     uint64_t end, last_sequence; /* of the step that is under way */
     struct kvfs_journal_entry last;
     uint64_t last_data; /* checksum of its data */
+    bool noted;         /* the step has changes */
     bool full;          /* the step has no room */
     bool held_untold;   /* nor had the blocks that tell_held() told */
     uint64_t mark, mark_sequence;
@@ -60,15 +61,12 @@ static uint64_t entry_checksum(const struct kvfs_journal_entry *told, uint64_t d
     return kvfs_checksum(&entry, sizeof(entry), data);
 }
 
-static void add(struct journal *journal, uint8_t kind, uint8_t flags, uint64_t inode, uint64_t transport, uint64_t unique, const void *data,
-                uint32_t size) {
+static void add(struct journal *journal, uint8_t kind, uint8_t flags, uint64_t inode, const void *data, uint32_t size) {
     struct journal_entry entry = {.told = {.size = (uint32_t)(sizeof(entry) + round_up(size, 8)),
                                            .kind = kind,
                                            .flags = flags,
                                            .sequence = ++journal->last_sequence,
                                            .inode = inode,
-                                           .transport = transport,
-                                           .unique = unique,
                                            .data_size = size}};
     static const uint8_t zeros[ZEROS_MAX];
     if (size > DATA_MAX || journal->end + entry.told.size - journal->head > journal->size)
@@ -85,8 +83,8 @@ static void add(struct journal *journal, uint8_t kind, uint8_t flags, uint64_t i
 }
 
 void journal_note(struct journal *journal, uint64_t inode, const struct kvfs_inode_record *record) {
-    add(journal, record ? KVFS_JOURNAL_PUT : KVFS_JOURNAL_REMOVE, 0, inode, request.transport, request.unique, record,
-        record ? record->record_size : 0);
+    add(journal, record ? KVFS_JOURNAL_PUT : KVFS_JOURNAL_REMOVE, 0, inode, record, record ? record->record_size : 0);
+    journal->noted = true;
 }
 
 static void asked_drop(struct journal *journal, uint32_t i) { journal->asked[i] = journal->asked[--journal->asked_count]; }
@@ -114,10 +112,15 @@ static void asked_add(struct journal *journal, uint64_t transport, uint64_t uniq
     journal->asked[journal->asked_count++] = (struct asked){transport, unique, position, inherited};
 }
 
-/* The entry was the last of its step: its checksum is another with that flag. */
+/* The entry was the last of its step. Only now it is known whether that is what its request asked for. */
 static void seal_last(struct journal *journal) {
     struct journal_entry entry = {.told = journal->last};
     entry.told.flags |= KVFS_JOURNAL_LAST;
+    if (journal->noted) {
+        entry.told.transport = request.transport;
+        entry.told.unique = request.unique;
+        asked_add(journal, request.transport, request.unique, journal->tail, false);
+    }
     entry.checksum = entry_checksum(&entry.told, journal->last_data);
     ring_write(journal, journal->end - entry.told.size, &entry, sizeof(entry));
 }
@@ -130,11 +133,10 @@ void journal_publish(struct journal *journal) {
         journal->end = journal->tail;
     } else {
         seal_last(journal);
-        asked_add(journal, request.transport, request.unique, journal->tail, false);
         journal->tail = journal->end;
         atomic_store_explicit(&journal->header->tail, journal->tail, memory_order_release);
     }
-    journal->full = false;
+    journal->full = journal->noted = false;
     journal->sequence = journal->last_sequence;
     atomic_store_explicit(&journal->header->sequence, journal->sequence, memory_order_release);
 }
@@ -161,7 +163,7 @@ static void held_publish(struct journal *journal) {
 }
 
 static void add_held(struct journal *journal, const struct kvfs_inode_record *record) {
-    add(journal, KVFS_JOURNAL_PUT, KVFS_JOURNAL_HELD, record->inode, 0, 0, record, record->record_size);
+    add(journal, KVFS_JOURNAL_PUT, KVFS_JOURNAL_HELD, record->inode, record, record->record_size);
 }
 
 /* A file that is not sealed: no header of it says its name. And the block that it pushed from there stays until it is. Two steps: the block has its
@@ -172,12 +174,12 @@ static void tell_unsealed(struct kvfs_names *names, const struct entry *entry) {
     if (older) {
         const struct entry *pushed = entry_find(names, older->inode);
         add_held(journal, older);
-        add(journal, KVFS_JOURNAL_REMOVE, KVFS_JOURNAL_HELD, entry->inode, 0, 0, NULL, 0);
+        add(journal, KVFS_JOURNAL_REMOVE, KVFS_JOURNAL_HELD, entry->inode, NULL, 0);
         held_publish(journal);
         if (pushed && pushed->record)
             add_held(journal, pushed->record);
         else
-            add(journal, KVFS_JOURNAL_REMOVE, KVFS_JOURNAL_HELD, older->inode, 0, 0, NULL, 0);
+            add(journal, KVFS_JOURNAL_REMOVE, KVFS_JOURNAL_HELD, older->inode, NULL, 0);
     }
     add_held(journal, entry->record);
     held_publish(journal);
@@ -375,10 +377,11 @@ int kvfs_names_journal(struct kvfs_names *names, int fd) {
         return r;
     }
     uint8_t *all = entries(journal, &found, &journal->end);
-    for (uint64_t at = 0, position = journal->head; all && at < found.size;) {
+    for (uint64_t at = 0, position = journal->head, step = position; all && at < found.size;) {
         const struct kvfs_journal_entry *entry = (const void *)(all + at);
-        asked_add(journal, entry->transport, entry->unique, position, true);
+        asked_add(journal, entry->transport, entry->unique, step, true);
         position += entry->size;
+        step = entry->flags & KVFS_JOURNAL_LAST ? position : step;
         at += sizeof(*entry) + round_up(entry->data_size, 8);
     }
     free(all);
