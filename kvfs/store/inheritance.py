@@ -56,10 +56,15 @@ class Inheritance:
         self._durable, self.ignored = self._known(rebuild)
         self._steps, self.lost = ([], 0) if self.ignored else _believed(self._journal, self._durable)
 
+    @property
+    def is_new(self) -> bool:
+        """Nobody has written to it: there was no daemon before this one under the mount."""
+        return not self._journal.sequence and not self._journal.steps
+
     def _known(self, rebuild: bool) -> tuple[int, str | None]:
         """Up to which change the index has all, and why nothing of the rest is taken."""
         found = self._journal
-        if found.durable == found.sequence == 0 and not found.steps:
+        if self.is_new:
             return 0, None
         told = f"the journal of names {found.id:#x} has {sum(map(len, found.steps))} entries that are not taken: "
         if rebuild:

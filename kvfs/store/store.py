@@ -233,6 +233,10 @@ class Store:
             self.plane.table_load(self._root_record())
         self.segments.start()
         self.evictor.begin()
+        if not clean and not rebuild and (inherited is None or inherited.is_new):
+            # The summaries keep what recovery found, even if the next crash takes the index along. Under a mount that
+            # is taken over requests wait: there the first turn of summaries has it, within a second.
+            await self.segments.flush_summaries()
         stack.push_async_callback(self._close)
         self.blocks.space.update()
         await self.service.take_in_stale()
