@@ -44,6 +44,7 @@ class Leave(IntFlag):
     HIDING = 2
     PINS = 4
     BEHIND = 8
+    FULL = 16
 
 
 class Note(IntEnum):
@@ -158,7 +159,7 @@ class Names:
     ) -> None:
         self._depth -= 1
         if self._attached and not self._depth and error is not None:
-            self.change_for(None)  # what has changed is not what the request asked for: if it comes again it is done
+            self.change_for(None)  # the request is not done by that
         lib.kvfs_names_end(self._names)
         if self._attached and not self._depth:
             self.change_for(None)
@@ -455,6 +456,10 @@ class Names:
         if not lib.kvfs_names_journal_mark(self._names, self._number, self._second):
             return None
         return self._number[0], self._second[0]
+
+    def journal_is_full(self) -> bool:
+        """Changes that can wait are to wait for a commit."""
+        return bool(lib.kvfs_names_journal_is_full(self._names))
 
     def journal_fill(self) -> journal.Fill | None:
         """How full the journal is; None without one."""

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import trio
 
 from kvfs.errors import ExistsError, IsDirectoryError, KvfsError, NamesFullError, StaleInodeError
-from kvfs.frontend.fuse import errno_of
+from kvfs.frontend.fuse import errno_of, room_in_journal
 from kvfs.namespace.files import Namespace
 from kvfs.plane import FUSE_FLUSH, Call, Plane
 from kvfs.record import Inode, Kind
@@ -48,12 +48,26 @@ class Calls:
 
     def take(self, call: Call) -> None:
         """Begin to answer one. Whatever happens, it is answered."""
+        if call.opcode != FUSE_FLUSH and self._namespace.names.journal_is_full():
+            self._nursery.start_soon(self._take_when_room, call)
+        else:
+            self._take_now(call)
+
+    def _take_now(self, call: Call) -> None:
         handler = self._handlers[call.opcode]
         try:
             with self._namespace.names.serving(call.id & 0xFFFFFFFF):
                 handler(call)
         except Exception as error:
             self._refuse(call, error)
+
+    async def _take_when_room(self, call: Call) -> None:
+        try:
+            await room_in_journal(self._namespace.names)
+        except KvfsError as error:
+            self._refuse(call, error)
+        else:
+            self._take_now(call)
 
     def _refuse(self, call: Call, error: Exception) -> None:
         name = self._handlers[call.opcode].__name__.lstrip("_")

@@ -18,10 +18,12 @@ from collections.abc import Callable, Coroutine
 from typing import Concatenate, ParamSpec, TypeVar, cast
 
 import pyfuse3
+import trio
 from pyfuse3 import EntryAttributes, FileInfo, FUSEError, ReaddirToken, RequestContext, SetattrFields, StatvfsData
 
 from kvfs.errors import AttributesFullError, KvfsError, NoAttributeError, NotPermittedError, StaleInodeError
 from kvfs.frontend.asked import ATTRIBUTE, Asked, Asker
+from kvfs.names import Names
 from kvfs.namespace.files import Changes, Namespace
 from kvfs.namespace.hints import Caller
 from kvfs.podmap import is_foreign
@@ -40,6 +42,10 @@ _LIST_BATCH = 512
 _RECENT_MAX = 65_536
 # Errors that say something about the pool rather than about the request.
 _WORTH_LOGGING = frozenset({errno.EIO, errno.ENOSPC, errno.ETIMEDOUT})
+
+# A commit takes less, also on a busy disk.
+JOURNAL_WAIT_S = 10.0
+_JOURNAL_LOOK_S = 0.02
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -68,10 +74,24 @@ def _once(function: Handler[P, R]) -> Handler[P, R]:
     @functools.wraps(function)
     async def handler(self: Operations, *args: P.args, **kwargs: P.kwargs) -> R:
         ctx = cast("RequestContext", args[-1])
-        with self._namespace.names.serving(ctx.pid):
+        names = self._namespace.names
+        if names.journal_is_full():
+            await room_in_journal(names)
+        with names.serving(ctx.pid):
             return await function(self, *args, **kwargs)
 
     return cast("Handler[P, R]", handler)
+
+
+async def room_in_journal(names: Names) -> None:
+    """Wait for the commit that a full journal has begun. KvfsError with EIO if it does not come in time."""
+    until = trio.current_time() + JOURNAL_WAIT_S
+    while names.journal_is_full():
+        if trio.current_time() > until:
+            error = KvfsError(f"the journal of names is full, and no commit has emptied it for {JOURNAL_WAIT_S:g} s")
+            error.errno = errno.EIO
+            raise error
+        await trio.sleep(_JOURNAL_LOOK_S)
 
 
 def errno_of(error: Exception, what: str, arguments: object) -> int:

@@ -87,7 +87,7 @@ class Blocks:
     def commit_failed(self, error: KvfsError | None) -> None:
         """A commit has failed, or with None: gone well."""
         self._commit_error = error
-        behind = error is not None and (self.index.changes_pending >= _BEHIND_SLOW or self._journal_is_full())
+        behind = error is not None and (self.index.changes_pending >= _BEHIND_SLOW or self.names.journal_is_full())
         self.names.leave(Leave.BEHIND, behind)
         self.create_delay_s = _BEHIND_DELAY_S if behind else 0.0
 
@@ -97,14 +97,10 @@ class Blocks:
             failure = KvfsError(f"{self._commit_error}; {waiting} changes wait for it, {_BEHIND_MOST} may")
             failure.errno = EIO
             raise failure
-        if self._commit_error is not None and self._journal_is_full():
+        if self._commit_error is not None and self.names.journal_is_full():
             failure = KvfsError(f"{self._commit_error}; the journal of names is full until it can be")
             failure.errno = EIO
             raise failure
-
-    def _journal_is_full(self) -> bool:
-        fill = self.names.journal_fill()
-        return fill is not None and fill.used > fill.size * 7 // 8
 
     def commit_now(self) -> None:
         """As commit(), blocking: for the time before a mount answers."""

@@ -83,7 +83,7 @@ async def recover(
 ) -> None:  # fmt: skip
     """Bring index and segments together after an unclean end. Afterwards every segment is FREE or CLOSED.
 
-    The caller has the summaries written then. That takes time for each block.
+    The caller has the summaries written then, which takes time for each block.
 
     The index knows the fate of every block up to known_version, but those in flight. An inheritance is newer.
     """

@@ -106,6 +106,7 @@ enum kvfs_names_leave {
     KVFS_LEAVE_CLOSED = 1, /* the store is being opened, rebuilt or ended; so it begins */
     KVFS_LEAVE_HIDING = 2, /* a device is away: names may be those of blocks there */
     KVFS_LEAVE_BEHIND = 8, /* commits fail: new names are slowed down, then refused */
+    KVFS_LEAVE_FULL = 16,  /* kvfs_names_journal_is_full(): new names, renames and removals wait for a commit */
     KVFS_LEAVE_PINS = 4    /* something is pinned. Below a pin files are neither sealed, moved nor removed here */
 };
 void kvfs_names_leave(struct kvfs_names *names, uint32_t reason, int on);
@@ -228,5 +229,7 @@ struct kvfs_journal_fill {
 };
 /* 0: there is no journal. */
 int kvfs_names_journal_fill(struct kvfs_names *names, struct kvfs_journal_fill *out);
+/* 7/8 of it wait for a commit; the rest is for what cannot wait. */
+int kvfs_names_journal_is_full(struct kvfs_names *names);
 
 #endif

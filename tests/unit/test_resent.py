@@ -11,7 +11,7 @@ import socket
 import struct
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
-from errno import EEXIST, ENOENT
+from errno import EEXIST, EIO, ENOENT
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -301,3 +301,49 @@ def test_what_failed_after_a_change_is_not_done(pool: Path, kept: int) -> None:
 
     serve(pool, kept, first)
     serve(pool, kept, second)
+
+
+async def fill(kernel: Kernel) -> int:
+    """Directories until the journal is full, and how many."""
+    names = Namespace(kernel.store)
+    count = 0
+    while not names.names.journal_is_full():
+        names.mkdir(ROOT_INODE, b"fill%d" % count, 0o755, 0, 0)
+        count += 1
+    return count
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_changes_wait_for_the_commit_of_a_full_journal(
+    pool: Path, comes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without one they are EIO, and nothing is missing from the journal."""
+    monkeypatch.setattr("kvfs.frontend.fuse.JOURNAL_WAIT_S", 20.0 * slowness() if comes else 0.1)
+    fd = journal.make(journal.SIZE_MIN)
+
+    async def first(kernel: Kernel) -> None:
+        for i, name in enumerate((b"a", b"c")):
+            node, fh = await make_file(kernel, name, 10 + 10 * i)
+            assert (await kernel.answered(FLUSH, node, flush_body(fh), 14 + 10 * i))[0] == 0
+        names, made = Namespace(kernel.store), await fill(kernel)
+        await kernel.ask(RENAME, ROOT_INODE, rename_body(b"a", b"b"), 30)
+        await kernel.ask(UNLINK, ROOT_INODE, b"c\0", 32)
+        if comes:
+            await trio.sleep(0.1)
+            assert {names.lookup(ROOT_INODE, name).name for name in (b"a", b"c")} == {b"a", b"c"}  # they wait
+            await kernel.store.blocks.commit()
+        else:
+            await kernel.ask(MKDIR, ROOT_INODE, MODE.pack(0o755, 0) + b"m\0", 34)
+            _, ctx = await kernel.forwarded(MKDIR)
+            with pytest.raises(FUSEError) as refused:
+                await Operations(names).mkdir(ROOT_INODE, b"m", 0o755, ctx)
+            assert refused.value.errno == EIO
+        found = [_OUT.unpack_from(await kernel.fuse.recv(1 << 20)) for _ in range(2)]
+        assert {unique: -error for _, error, unique in found} == dict.fromkeys((30, 32), 0 if comes else EIO)
+        told = names.names.journal_fill()
+        assert made > 50 and told is not None and told.lost == 0
+
+    try:
+        serve(pool, fd, first)
+    finally:
+        os.close(fd)

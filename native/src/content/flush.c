@@ -121,7 +121,7 @@ int flush_start(struct flush *flush, struct ring *ring) {
     if (!names_try(plane->names))
         return -EAGAIN;
     bool frozen = false, parked = false;
-    int r = names_left(plane->names) & ~(uint32_t)(KVFS_LEAVE_BEHIND | KVFS_LEAVE_PINS) ? -EAGAIN : begin(flush, &frozen, &job);
+    int r = names_left(plane->names) & ~(uint32_t)(KVFS_LEAVE_BEHIND | KVFS_LEAVE_PINS | KVFS_LEAVE_FULL) ? -EAGAIN : begin(flush, &frozen, &job);
     if (r < 0) {
         if (frozen)
             kvfs_seal_end(plane, flush->inode, 0);

@@ -118,7 +118,7 @@ static int create(struct kvfs_plane *plane, uint64_t parent, const char *name, u
 }
 
 int name_create(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t mode, uint32_t uid, uint32_t gid, struct kvfs_record *out) {
-    if (!step_begin(plane, KVFS_LEAVE_CLOSED | KVFS_LEAVE_HIDING | KVFS_LEAVE_BEHIND))
+    if (!step_begin(plane, KVFS_LEAVE_CLOSED | KVFS_LEAVE_HIDING | KVFS_LEAVE_BEHIND | KVFS_LEAVE_FULL))
         return -EAGAIN;
     int r = create(plane, parent, name, mode, uid, gid, out);
     kvfs_names_end(plane->names);
@@ -172,7 +172,7 @@ int name_remove(struct kvfs_plane *plane, uint64_t parent, const char *name, uin
 }
 
 int name_unlink(struct kvfs_plane *plane, uint64_t parent, const char *name) {
-    if (!step_begin(plane, KVFS_LEAVE_CLOSED | KVFS_LEAVE_HIDING))
+    if (!step_begin(plane, KVFS_LEAVE_CLOSED | KVFS_LEAVE_HIDING | KVFS_LEAVE_FULL))
         return -EAGAIN;
     int r = name_remove(plane, parent, name, (uint32_t)strlen(name));
     kvfs_names_end(plane->names);
@@ -216,7 +216,7 @@ static int rename_file(struct kvfs_plane *plane, uint64_t parent, const char *na
 }
 
 int name_rename(struct kvfs_plane *plane, uint64_t parent, const char *name, uint64_t new_parent, const char *new_name, uint32_t flags) {
-    if (flags & ~NOREPLACE || !step_begin(plane, KVFS_LEAVE_CLOSED | KVFS_LEAVE_HIDING))
+    if (flags & ~NOREPLACE || !step_begin(plane, KVFS_LEAVE_CLOSED | KVFS_LEAVE_HIDING | KVFS_LEAVE_FULL))
         return -EAGAIN;
     int r = rename_file(plane, parent, name, new_parent, new_name);
     kvfs_names_end(plane->names);

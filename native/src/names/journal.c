@@ -461,6 +461,15 @@ int kvfs_names_journal_mark(struct kvfs_names *names, uint64_t *id, uint64_t *se
     return journal != NULL;
 }
 
+bool journal_is_full(const struct journal *journal) { return journal && journal->tail - journal->head > journal->size / 8 * 7; }
+
+int kvfs_names_journal_is_full(struct kvfs_names *names) {
+    step_begin(names);
+    bool full = journal_is_full(names->journal);
+    step_end(names);
+    return full;
+}
+
 int kvfs_names_journal_fill(struct kvfs_names *names, struct kvfs_journal_fill *out) {
     step_begin(names);
     const struct journal *journal = names->journal;

@@ -15,6 +15,8 @@ void journal_publish(struct journal *journal);
 void journal_commit_begin(struct kvfs_names *names);
 /* It has ended well: its entries go. Without a step. */
 void journal_commit_end(struct kvfs_names *names);
+/* 7/8 of it wait for a commit. */
+bool journal_is_full(const struct journal *journal);
 void journal_destroy(struct journal *journal);
 
 #endif

@@ -763,7 +763,7 @@ const struct kvfs_inode_record *names_record(const struct kvfs_names *names, uin
     return entry ? entry->record : NULL;
 }
 
-uint32_t names_left(const struct kvfs_names *names) { return names->left; }
+uint32_t names_left(const struct kvfs_names *names) { return names->left | (journal_is_full(names->journal) ? KVFS_LEAVE_FULL : 0); }
 
 void kvfs_names_leave(struct kvfs_names *names, uint32_t reason, int on) {
     pthread_mutex_lock(&names->lock);
