@@ -362,6 +362,8 @@ int name_holder(struct kvfs_plane *plane, uint64_t parent, const char *name, uin
 const struct kvfs_inode_record *directory_here(struct kvfs_plane *plane, uint64_t inode); /* NULL: only the index knows, or it is none */
 /* The inode has lost its name, and is out of the block table unless it is `kept`, for those who have it open. Takes over the record, a copy. */
 int name_drop(struct kvfs_plane *plane, struct kvfs_inode_record *record, int kept, int64_t now); /* enum kvfs_kept */
+/* Nobody has a nameless inode open any more: Python removes it. */
+void name_let_go(struct kvfs_plane *plane, uint64_t inode);
 /* A directory's entries have changed. Without memory its times stay: nothing depends on them. */
 void name_touch(struct kvfs_plane *plane, uint64_t inode, int64_t now);
 /* Bytes of the records of the directories from `parent` up, without the root. -EAGAIN: one is not in memory; `partial`: the way ends there. */

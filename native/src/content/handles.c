@@ -209,7 +209,7 @@ void node_released(struct kvfs_plane *plane, struct node *node, bool was_writer)
     }
     if (last && !atomic_load(&plane->leaving)) { /* the kernel's own handles are the next daemon's */
         if (kvfs_table_find_inode(plane->table, node->inode, &record) == 0 && record.flags & KVFS_INODE_NAMELESS)
-            event_add(plane, KVFS_EVENT_IDLE, node->inode, 0);
+            name_let_go(plane, node->inode);
     }
 }
 

@@ -155,7 +155,7 @@ void lost_forget(struct kvfs_plane *plane, uint64_t inode) {
         closed(plane, node);
     /* One that an earlier daemon kept. A file that is open here says so by itself, at its last close. */
     if (!found && kvfs_table_find_inode(plane->table, inode, &record) == 0 && record.flags & KVFS_INODE_NAMELESS)
-        event_add(plane, KVFS_EVENT_IDLE, inode, 0);
+        name_let_go(plane, inode);
 }
 
 void lost_end(struct kvfs_plane *plane) {
