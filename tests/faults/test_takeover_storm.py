@@ -393,7 +393,6 @@ def test_take_overs_under_load_lose_nothing(capsys: pytest.CaptureFixture[str]) 
                 f"{of_clients[-1]:.2f} s; {unsealed} files were not sealed"
             )
         # Of all these daemons it has next to nothing once something is committed, or each would find more in it.
-
         wait_until(lambda: journal_of(pool)["unanswered"] == 0, "the end of requests that might come again")
         (pool.mount / "last").write_bytes(b"last")
         wait_until(lambda: journal_of(pool)["used"] < 32 * KIB, "a journal that was let go of")
