@@ -98,3 +98,15 @@ def test_the_mount_of_a_service_is_seen_outside() -> None:
     """An option that makes a mount namespace would hide the mount from the machine."""
     text = (TOOLS / "kvfs@.service").read_text()
     assert not re.findall(r"^(?:Private\w+|Protect\w+|ReadWritePaths|InaccessiblePaths|MountFlags)=", text, flags=re.M)
+
+
+@pytest.mark.parametrize("name", EXPOSED_AT_MOST)
+def test_the_command_in_a_unit_s_head_fills_every_place(name: str) -> None:
+    lines = (TOOLS / name).read_text().splitlines()
+    (told,) = [line for line in lines if line.startswith("#   sed ")]
+    *command, target = shlex.split(told.removeprefix("#   "))
+    filled = subprocess.run(
+        [*command[:-1], TOOLS / name], capture_output=True, text=True, timeout=20, check=True
+    ).stdout  # fmt: skip
+    assert command[-1] == f"tools/{name}" and target == f">/etc/systemd/system/{name}"
+    assert "@bindir@" not in "\n".join(line for line in filled.splitlines() if not line.startswith("#"))
