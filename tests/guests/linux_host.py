@@ -2,6 +2,7 @@
 
 connect NQN PORT COUNT [OPTION[=VALUE]...]  by /dev/nvme-fabrics, until COUNT block devices are there
 disconnect CONTROLLER
+disconnect-all
 wait CONTROLLER COUNT              until it is connected and has that many
 log CONTROLLER                     the discovery log, raw, in hexadecimal
 fill DEVICE SEED                   every block written, in requests of 4 KiB to 1 MiB
@@ -12,6 +13,7 @@ storm DEVICE STOP SEED             blocks that describe themselves are written a
                                    write failed, also the one before
 """
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -69,9 +71,18 @@ def devices(controller):
     found = []
     for path in pathlib.Path(f"/sys/class/nvme/{controller}").glob("nvme*n*"):
         head = re.sub(r"c\d+", "", path.name)
-        if os.path.exists(f"/dev/{head}") and int(pathlib.Path(f"/sys/block/{head}/size").read_text()):
-            found.append(f"/dev/{head}")
+        # A disk that is being added or removed has its node in /dev before, and after, its entry in /sys/block.
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.exists(f"/dev/{head}") and int(pathlib.Path(f"/sys/block/{head}/size").read_text()):
+                found.append(f"/dev/{head}")
     return sorted(found)
+
+
+def disconnect_all():
+    for path in pathlib.Path("/sys/class/nvme").glob("nvme*"):
+        with contextlib.suppress(FileNotFoundError):
+            disconnect(path.name)
+    return {}
 
 
 def disconnect(controller):
@@ -189,8 +200,8 @@ def storm(device, stop, seed):
 
 
 VERBS = {
-    "connect": connect, "disconnect": disconnect, "wait": wait_devices, "log": log, "fill": fill, "sum": sum_of,
-    "discard": discard, "zero": zero, "storm": storm,
+    "connect": connect, "disconnect": disconnect, "disconnect-all": disconnect_all, "wait": wait_devices, "log": log,
+    "fill": fill, "sum": sum_of, "discard": discard, "zero": zero, "storm": storm,
 }  # fmt: skip
 
 if __name__ == "__main__":

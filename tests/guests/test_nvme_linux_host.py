@@ -47,6 +47,13 @@ def guest():
         yield running
 
 
+@pytest.fixture(autouse=True)
+def no_controller_left(guest):
+    """A test that fails leaves a controller behind, whose namespaces the next one would find beside its own."""
+    yield
+    ask(guest, "disconnect-all")
+
+
 @pytest.fixture
 def files(tmp_path):
     paths = [tmp_path / name for name in ("first", "second", "third")]
