@@ -2,7 +2,6 @@
 
 connect NQN PORT COUNT [OPTION[=VALUE]...]  by /dev/nvme-fabrics, until COUNT block devices are there
 disconnect CONTROLLER
-disconnect-all
 wait CONTROLLER COUNT              until it is connected and has that many
 log CONTROLLER                     the discovery log, raw, in hexadecimal
 fill DEVICE SEED                   every block written, in requests of 4 KiB to 1 MiB
@@ -76,13 +75,6 @@ def devices(controller):
             if os.path.exists(f"/dev/{head}") and int(pathlib.Path(f"/sys/block/{head}/size").read_text()):
                 found.append(f"/dev/{head}")
     return sorted(found)
-
-
-def disconnect_all():
-    for path in pathlib.Path("/sys/class/nvme").glob("nvme*"):
-        with contextlib.suppress(FileNotFoundError):
-            disconnect(path.name)
-    return {}
 
 
 def disconnect(controller):
@@ -200,8 +192,8 @@ def storm(device, stop, seed):
 
 
 VERBS = {
-    "connect": connect, "disconnect": disconnect, "disconnect-all": disconnect_all, "wait": wait_devices, "log": log,
-    "fill": fill, "sum": sum_of, "discard": discard, "zero": zero, "storm": storm,
+    "connect": connect, "disconnect": disconnect, "wait": wait_devices, "log": log, "fill": fill, "sum": sum_of,
+    "discard": discard, "zero": zero, "storm": storm,
 }  # fmt: skip
 
 if __name__ == "__main__":
