@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 UMOUNT_TIMEOUT_S = 120.0
 UMOUNT_STATUS_TIMEOUT_S = 5.0
+# Of --lazy, which waits for no open file. Where there is none, a daemon with little to write has ended by then.
+LAZY_WAIT_S = 1.0
 STARTED_STATUS_TIMEOUT_S = 5.0
 # Options that `kvfs export` lacks. A file for both verbs may have them.
 MOUNT_ALONE = ("allow-other", "options", "request-timeout", "native-in", "hold", "idmap")
@@ -74,12 +76,14 @@ def add_mount(verbs: Verbs) -> None:
         help="have kvfs hold, which listens there, or the service manager, by its descriptor store, keep the mount for "
         "the next daemon (default: nobody does)",
     )
-    settings.configurable(sub)
+    settings.configurable(
+        sub,
+        checks={**_DAEMON_CHECKS, "options": _mount_options, "native-in": _native_directory, "hold": _holder},
+    )
 
 
 def _mount(args: argparse.Namespace) -> int:
     from kvfs.daemon.options import MountOptions
-    from kvfs.frontend.asked import parse_directory
     from kvfs.virtiofs.exports import parse_exports
 
     resolved = settings.resolve(args, Path(os.path.abspath(args.pool)))
@@ -93,20 +97,52 @@ def _mount(args: argparse.Namespace) -> int:
             mountpoint=Path(os.path.abspath(args.mountpoint)),
             exports=parse_exports(args.virtiofs),
             allow_other=args.allow_other,
-            options=tuple(option for option in args.options.split(",") if option),
+            options=_mount_options(args.options),
             request_timeout_s=args.request_timeout,
             idmap=args.idmap,
-            native_in=tuple(parse_directory(text) for text in args.native_in),
+            native_in=tuple(map(_native_directory, args.native_in)),
             hold=_holder(args.hold),
         ),
     )
 
 
 def _holder(text: str | None) -> Path | None:
-    """The word `systemd` stays as it is; a socket has its whole path."""
+    """The word `systemd` stays as it is; a socket has its whole path. UsageError."""
     from kvfs.hold.service import SYSTEMD
 
+    if text == "":
+        raise UsageError("--hold '': the socket of kvfs hold, or systemd, is expected")
     return None if text is None else SYSTEMD if text == str(SYSTEMD) else Path(os.path.abspath(text))
+
+
+def _mount_options(text: str) -> tuple[str, ...]:
+    from kvfs.frontend.mount import check_options
+
+    options = tuple(option for option in text.split(",") if option)
+    check_options(options)
+    return options
+
+
+def _native_directory(text: str) -> tuple[bytes, ...]:
+    from kvfs.frontend.asked import parse_directory
+
+    return parse_directory(text)
+
+
+def _metrics_address(text: str) -> tuple[str, int]:
+    from kvfs.status.endpoint import parse_address
+
+    return parse_address(text)
+
+
+def _export_of(text: str) -> Export:
+    from kvfs.virtiofs.exports import parse_export
+
+    return parse_export(text)
+
+
+# Of texts that the command line's parser takes as they are.
+_DAEMON_CHECKS: dict[str, settings.Check] = {"metrics": _metrics_address, "virtiofs": _export_of}
 
 
 def add_export(verbs: Verbs) -> None:
@@ -117,7 +153,7 @@ def add_export(verbs: Verbs) -> None:
         "--show-qemu", action="store_true", help="start nothing; print the QEMU command and the guest's mount command"
     )
     sub.add_argument("--show-libvirt", action="store_true", help="start nothing; print libvirt's XML")
-    settings.configurable(sub, others=MOUNT_ALONE)
+    settings.configurable(sub, others=MOUNT_ALONE, checks=_DAEMON_CHECKS)
 
 
 def _export(args: argparse.Namespace) -> int:
@@ -147,14 +183,13 @@ def _start(args: argparse.Namespace, options: MountOptions) -> int:
 def _serve(args: argparse.Namespace, options: MountOptions) -> int:
     from kvfs.daemon.process import start
     from kvfs.status import prometheus
-    from kvfs.status.endpoint import parse_address
 
     if args.metrics is not None:
         prometheus.require()
     pid = start(
         replace(
             options,
-            metrics=None if args.metrics is None else parse_address(args.metrics),
+            metrics=None if args.metrics is None else _metrics_address(args.metrics),
             foreground=args.foreground,
             log_format=args.log_format,
             staging_size=args.staging,
@@ -394,8 +429,8 @@ def _umount(args: argparse.Namespace) -> int:
         note(f"{here}; the pool is still exported ({', '.join(exports)}): {ends}")
     if kept:
         note(f"{here}; the pool is still mounted: {describe(kept)}: {ends}")
-    if clean and watch is not None and not args.lazy:
-        clean = _wait_for_end(watch, args.target)
+    if clean and watch is not None:
+        clean = _has_ended(watch, here) if args.lazy else _wait_for_end(watch, args.target)
     document = {"mountpoint": present.mountpoint, "pool": present.source, "clean": clean, "exports": exports}
     emit(args, {**document, "held_by": _held_by(kept)})
     return 0
@@ -464,8 +499,8 @@ def _end_pool(args: argparse.Namespace, pool: Path) -> int:
             if not mountpoints:
                 raise  # else it ends already, and its end is waited for
     clean = True
-    if watch is not None and not args.lazy:
-        clean = _wait_for_end(watch, args.target)
+    if watch is not None:
+        clean = _has_ended(watch, f"{pool}: unmounted") if args.lazy else _wait_for_end(watch, args.target)
     emit(args, {"mountpoints": mountpoints, "pool": str(pool), "clean": clean, "exports": exports})
     return 0
 
@@ -523,6 +558,15 @@ def _watch_daemon(pool: Path) -> ProcessWatch | _LockWatch | None:
             return _LockWatch(pool)
         return ProcessWatch(holder.pid)
     return None
+
+
+def _has_ended(watch: ProcessWatch | _LockWatch, here: str) -> bool:
+    """Of --lazy: whether all is on the devices by now."""
+    if watch.wait(LAZY_WAIT_S):
+        return True
+    which = f" (pid {watch.pid})" if watch.pid else ""
+    note(f"{here}; the daemon{which} goes on until files that are open are closed, and all is written")
+    return False
 
 
 def _wait_for_end(watch: ProcessWatch | _LockWatch, mountpoint: str) -> bool:

@@ -12,7 +12,7 @@ import os
 import re
 import stat
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,6 +26,10 @@ SIZE_MAX = 64 << 10
 _NEVER = frozenset({"help", "output", "force", "foreground", "config", "show-config", "show-qemu", "show-libvirt"})
 
 
+# Raises UsageError for a text that an option does not take; for what the parser of the command line leaves to others.
+Check = Callable[[str], object]
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """Options that a file may have, by their long names, with their defaults. others: names of another verb's."""
@@ -33,6 +37,7 @@ class Settings:
     actions: dict[str, argparse.Action]
     defaults: dict[str, object]
     others: frozenset[str]
+    checks: Mapping[str, Check]
 
 
 @dataclass(slots=True)
@@ -44,7 +49,9 @@ class Resolved:
     origins: dict[str, str] = field(default_factory=dict)
 
 
-def configurable(sub: argparse.ArgumentParser, *, others: Sequence[str] = ()) -> None:
+def configurable(
+    sub: argparse.ArgumentParser, *, others: Sequence[str] = (), checks: Mapping[str, Check] | None = None
+) -> None:
     """Let a verb's options be set by a file. Called after all of them were added; resolve() then fills them in."""
     sub.add_argument(
         "--config",
@@ -60,7 +67,9 @@ def configurable(sub: argparse.ArgumentParser, *, others: Sequence[str] = ()) ->
         names = [word[2:] for word in action.option_strings if word.startswith("--")]
         if names and names[0] not in _NEVER:
             actions[names[0]] = action
-    settings = Settings(actions, {name: action.default for name, action in actions.items()}, frozenset(others))
+    settings = Settings(
+        actions, {name: action.default for name, action in actions.items()}, frozenset(others), checks or {}
+    )
     for action in actions.values():
         action.default = argparse.SUPPRESS  # an option that is not given leaves no trace
     sub.set_defaults(settings=settings)
@@ -128,7 +137,9 @@ def _read(settings: Settings, path: Path, *, follow: bool) -> dict[str, object]:
         where = f"{path}:{_line(text, name)}: {name} = {value!r}"
         action = settings.actions.get(name)
         if action is not None:
-            found[name] = _value(action, value, where)
+            found[name] = made = _value(action, value, where)
+            if name in settings.checks:
+                _check(settings.checks[name], made, where)
         elif name not in settings.others:
             known = ", ".join(settings.actions)
             why = "is of one run of the command" if name in _NEVER else "is no option"
@@ -163,6 +174,14 @@ def _line(text: str, name: str) -> int:
     """The line that sets a key; 1 if it is written in another way."""
     found = re.search(rf"""^[ \t]*\[?["']?{re.escape(name)}["']?[ \t]*[=.\]]""", text, re.MULTILINE)
     return 1 + text.count("\n", 0, found.start()) if found else 1
+
+
+def _check(check: Check, made: object, where: str) -> None:
+    for text in made if isinstance(made, list) else [made]:
+        try:
+            check(str(text))
+        except UsageError as error:
+            raise UsageError(f"{where}: {error}") from None
 
 
 def _value(action: argparse.Action, value: object, where: str) -> object:

@@ -253,6 +253,14 @@ def _check_hides_nothing(path: str | Path, present: Mount) -> None:
         )
 
 
+def check_options(options: Sequence[str]) -> None:
+    """Raises UsageError for an option of mount(8) that kvfs does not know."""
+    known = {*_FLAG_OPTIONS, *_OTHER_OPTIONS, NONEMPTY}
+    for option in options:
+        if option not in known:
+            raise UsageError(f"mount option {option}: not known; known are {', '.join(sorted(known))}")
+
+
 def mount(
     source: str, mountpoint: str, *, max_read: int, allow_other: bool = False, options: tuple[str, ...] = ()
 ) -> int:
@@ -261,11 +269,8 @@ def mount(
 
     `options` are mount(8) options that the kernel knows (ro, noexec, ...). Blocks for at most MOUNT_TIMEOUT_S.
     """
+    check_options(options)
     options = tuple(option for option in options if option != NONEMPTY)
-    known = _FLAG_OPTIONS.keys() | _OTHER_OPTIONS
-    unknown = [option for option in options if option not in known]
-    if unknown:
-        raise UsageError(f"mount option {unknown[0]}: not known; known are {', '.join(sorted({*known, NONEMPTY}))}")
     if os.geteuid() == 0:
         return _mount_as_root(source, mountpoint, max_read, allow_other, options)
     return _mount_by_fusermount(source, mountpoint, max_read, allow_other, options)

@@ -259,8 +259,44 @@ def test_other_options_are_another_pod_of_the_daemon() -> None:
         documents = rendered({**MINIMAL, "daemon": {"options": options}})
         return only(documents, "DaemonSet", "kv-daemon")["spec"]["template"]
 
-    assert template({"slow-ms": 50}) != template({"slow-ms": 60})
-    assert template({"slow-ms": 50})["spec"] == template({"slow-ms": 60})["spec"]
+    assert template({"slow-ops": 50}) != template({"slow-ops": 60})
+    assert template({"slow-ops": 50})["spec"] == template({"slow-ops": 60})["spec"]
+
+
+def test_more_options_are_those_that_a_file_may_have_and_no_value_sets() -> None:
+    """A word that kvfs does not know would be seen as the daemon's pod starts, on one node after the other."""
+    schema = json.loads((CHART / "values.schema.json").read_text())["properties"]["daemon"]["properties"]["options"]
+    given = kvfs_parser().parse_args(["mount", "pool", "mount"])
+    elsewhere = {"staging", "read-memory", "log-format", "metrics", "native-in", "hold", "allow-other"}
+    assert set(schema["propertyNames"]["enum"]) == set(given.settings.actions) - elsewhere
+    assert elsewhere <= set(given.settings.actions)
+
+
+def test_names_that_look_like_numbers_are_texts_and_fit_into_a_service_s_name() -> None:
+    volumes = [{"namespace": "123", "claim": "1e3"}]
+    values = {**FULL, "volumes": volumes, "pool": {"nodes": {"12": [BY_ID]}}}
+    for release in ("123", "a.b"):
+        with helm.Chart.load(CHART) as chart:
+            files = chart.render(values=values, name=release, namespace="42")
+        texts = [text for path, text in files.items() if path.endswith(".yaml")]
+        found = [document for text in texts for document in yaml.safe_load_all(text) if document]
+        for document in found:
+            if document["kind"] != "ServiceMonitor":
+                assert validation.validate(document, "1.37", strict=True) == "1.37"
+            assert isinstance(document["metadata"]["name"], str)
+            assert document["metadata"].get("namespace", "42") in ("42", "123")
+        (service,) = [item["metadata"]["name"] for item in found if item["kind"] == "Service"]
+        assert "." not in service
+
+
+def test_no_two_claims_have_one_volume() -> None:
+    volumes = [{"namespace": "a", "claim": "b-c"}, {"namespace": "a-b", "claim": "c"}]
+    made = [
+        (item["metadata"]["name"], item["spec"]["csi"]["volumeHandle"])
+        for item in rendered({**MINIMAL, "volumes": volumes})
+        if item["kind"] == "PersistentVolume"
+    ]
+    assert made == [("kv-a.b-c", "a.b-c"), ("kv-a-b.c", "a-b.c")]
 
 
 def test_each_volume_has_its_claim() -> None:
@@ -270,13 +306,13 @@ def test_each_volume_has_its_claim() -> None:
     documents = rendered(FULL)
     assert only(documents, "StorageClass", "kvfs")["provisioner"] == "kubernetes.io/no-provisioner"
     for namespace, read_only in (("team-a", False), ("team-b", True)):
-        volume = only(documents, "PersistentVolume", f"kv-{namespace}-kv")["spec"]
+        volume = only(documents, "PersistentVolume", f"kv-{namespace}.kv")["spec"]
         (claim,) = [
             item for item in documents
             if item["kind"] == "PersistentVolumeClaim" and item["metadata"]["namespace"] == namespace
         ]  # fmt: skip
         assert volume["claimRef"] == {"namespace": namespace, "name": claim["metadata"]["name"]}
-        assert claim["spec"]["volumeName"] == f"kv-{namespace}-kv"
+        assert claim["spec"]["volumeName"] == f"kv-{namespace}.kv"
         for name in ("accessModes", "storageClassName"):
             assert volume[name] == claim["spec"][name]
         assert volume["csi"]["readOnly"] is read_only
@@ -320,7 +356,7 @@ def test_prometheus_finds_the_daemon_s_port() -> None:
     ({"native": {"namespaces": ["/"]}}, ("/native/namespaces/0", "'/'")),
     ({"native": {"namespace": ["team-a"]}}, ("/native", "'namespace'")),
     ({"daemon": {"staging": "256Mi"}}, ("/daemon/staging", "256Mi")),
-    ({"daemon": {"options": {"io_timeout": 5}}}, ("propertyName", "'io_timeout'")),
+    ({"daemon": {"options": {"io_timeout": 5}}}, ("propertyName", "'io_timeout'", "'io-timeout'")),
     ({"daemon": {"options": {"options": {}}}}, ("/daemon/options/options",)),
     ({"csi": {"timeout": 0}}, ("/csi/timeout", "0.1")),
     ({"csi": {"timeout": 61}}, ("/csi/timeout", "60")),
@@ -333,6 +369,9 @@ def test_prometheus_finds_the_daemon_s_port() -> None:
     ({"metrics": {"serviceMonitor": {"enabled": True}}}, ("needs metrics.enabled",)),
     ({"hold": {"timeout": 0}}, ("/hold/timeout", "minimum")),
     ({"replicas": 2}, ("'replicas'",)),
+    ({"daemon": {"options": {"hold": "/run/a"}}}, ("propertyName", "'hold'")),
+    ({"daemon": {"options": {"request-timeout": 60}}, "hold": {"enabled": True}}, ("request-timeout: with hold",)),
+    ({"volumes": [{"namespace": "a", "claim": "b", "directory": name} for name in "cd"]}, ("a/b is there twice",)),
 ])  # fmt: skip
 def test_values_that_make_no_sense_are_refused_by_their_name(change: dict[str, Any], words: tuple[str, ...]) -> None:
     said = refused({**MINIMAL, **change})
@@ -353,6 +392,7 @@ def test_the_page_s_values_render_and_its_pod_is_valid() -> None:
     assert kinds.count("PersistentVolumeClaim") == 1 and kinds.count("DaemonSet") == 2
     engine = yaml_of_the_page("   apiVersion: v1\n       kind: Pod")
     assert validation.validate(engine, "1.37", strict=True) == "1.37"
+    assert "nvidia.com/gpu" in engine["spec"]["containers"][0]["resources"]["limits"]
     tiers = json.loads(engine["spec"]["containers"][0]["args"][-1])["kv_connector_extra_config"]["secondary_tiers"]
     assert tiers[0]["root_dir"].startswith(engine["spec"]["containers"][0]["volumeMounts"][0]["mountPath"] + "/")
 
@@ -411,3 +451,16 @@ def test_a_pool_is_made_once(tmp_path: pathlib.Path) -> None:
         assert ("256M in all" in ended.stdout) == made
     status = run(sys.executable, "-m", "kvfs", "status", tmp_path / "pool", "-o", "json")
     assert len(json.loads(status.stdout)["devices"]) == 1
+
+
+def notes(values: dict[str, Any]) -> str:
+    with helm.Chart.load(CHART) as chart:
+        files = chart.render(values=values, name="kv", namespace="kvfs-system")
+    (text,) = [text for path, text in files.items() if path.endswith("NOTES.txt")]
+    return text
+
+
+def test_the_notes_say_whether_engines_pods_must_go_for_an_upgrade() -> None:
+    without, held = notes(MINIMAL), notes({**MINIMAL, "hold": {"enabled": True}})
+    assert "engines' pods of that node must have gone" in without and "The holder" not in without
+    assert "no engine's pod has to go" in held and "must have gone" not in held

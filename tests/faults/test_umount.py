@@ -127,7 +127,9 @@ def test_a_lazy_unmount_with_a_file_open_can_be_ended(pool: Pool) -> None:
     with (pool.mount / "open").open("wb") as file:
         file.write(b"written")
         file.flush()
-        pool.command("umount", str(pool.mount), "--lazy", timeout_s=60)
+        result = pool.command("umount", str(pool.mount), "--lazy", "-o", "json", timeout_s=60)
+        assert json.loads(result.stdout)["clean"] is False
+        assert f"the daemon (pid {pid}) goes on until files that are open are closed" in result.stderr
         assert "kept by files that are open in it" in pool.status()["advice"][0]
         pool.command("umount", str(pool.path), timeout_s=60)
         assert not process_alive(pid)
@@ -196,6 +198,14 @@ def test_an_unmount_says_that_the_daemon_is_stopped(pool: Pool) -> None:
     with standing_still(pool) as words:
         result = pool.command("umount", str(pool.mount), timeout_s=60, check=False)
         assert result.returncode == 1 and words in result.stderr
+
+
+def test_a_lazy_unmount_is_not_clean_while_the_daemon_has_not_ended(pool: Pool) -> None:
+    pid = pool.pid()
+    with standing_still(pool):
+        result = pool.command("umount", str(pool.mount), "--lazy", "-o", "json", timeout_s=60)
+        assert json.loads(result.stdout)["clean"] is False and mount_device(pool.mount) is None
+        assert f"the daemon (pid {pid}) goes on until files that are open are closed" in result.stderr
 
 
 def test_an_unmount_says_that_a_stopped_daemon_is_waited_for(pool: Pool) -> None:

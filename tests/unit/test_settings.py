@@ -106,6 +106,12 @@ def test_a_file_is_for_both_verbs(pool: Path, capsys: pytest.CaptureFixture[str]
         ("foreground = true\n", 1, "'foreground' is of one run of the command"),
         ("timeout = nan\n", 1, "not a number of seconds"),
         ("mount = 2001-01-01\n", 1, "is no option"),
+        ("\nmetrics = 'a:b'\n", 2, "metrics = 'a:b': metrics: 'a:b' is no HOST:PORT"),
+        ("metrics = 70000\n", 1, "'70000' is no HOST:PORT"),
+        ("virtiofs = ['/run/a.sock', '/run/b.sock,queues=0']\n", 1, "queues=0: 1 to 64 request queues"),
+        ("native-in = ['/a', '/a/../b']\n", 1, "--native-in '/a/../b': a directory from the pool's root on"),
+        ("options = 'ro,nonsense'\n", 1, "mount option nonsense: not known; known are "),
+        ("hold = ''\n", 1, "hold = '': --hold '': the socket of kvfs hold, or systemd, is expected"),
     ],
 )
 def test_a_wrong_file_is_named_with_line_key_and_value(

@@ -59,6 +59,16 @@ def test_systemd_s_store_has_room_for_a_mount() -> None:
     assert clones and room and int(clones[1]) + 4 <= int(room[1]) <= FDS_MAX
 
 
+def test_a_unit_whose_daemon_fails_at_once_goes_on_for_minutes() -> None:
+    """systemd drops the mount that it keeps as it gives up. 20 starts, which fail at once, were 12 s. But it does give
+    up, also where each start takes five seconds: nothing waits for ever."""
+    text = (TOOLS / "kvfs@.service").read_text()
+    found = [re.search(rf"^StartLimit{name}=(\d+)$", text, flags=re.M) for name in ("Burst", "IntervalSec")]
+    starts, within_s = (int(match[1]) for match in found if match)
+    assert "\nRestartSec=" not in text, "it would be part of each pause"
+    assert starts * 0.5 >= 300 and within_s >= starts * 5
+
+
 @pytest.mark.parametrize(
     ("job", "unmounts"),
     [("7 kvfs@kv.service restart running", False), ("7 kvfs@kv.service stop running", True), ("", True)],

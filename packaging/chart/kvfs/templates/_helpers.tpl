@@ -1,10 +1,10 @@
 {{- define "kvfs.name" -}}
-{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- .Release.Name | replace "." "-" | trunc 40 | trimSuffix "-" -}}
 {{- end -}}
 
 {{- define "kvfs.labels" -}}
 app.kubernetes.io/name: kvfs
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end -}}
@@ -12,7 +12,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{/* Of a component: {root, component}. */}}
 {{- define "kvfs.selector" -}}
 app.kubernetes.io/name: kvfs
-app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 app.kubernetes.io/component: {{ .component }}
 {{- end -}}
 
@@ -50,14 +50,14 @@ app.kubernetes.io/component: {{ .component }}
 
 {{/* What both pods of a node share. */}}
 {{- define "kvfs.pod" -}}
-serviceAccountName: {{ include "kvfs.name" . }}
+serviceAccountName: {{ include "kvfs.name" . | quote }}
 automountServiceAccountToken: false
 {{- with .Values.imagePullSecrets }}
 imagePullSecrets:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with .Values.priorityClassName }}
-priorityClassName: {{ . }}
+priorityClassName: {{ . | quote }}
 {{- end }}
 nodeSelector:
   kubernetes.io/os: linux
@@ -88,5 +88,14 @@ tolerations:
 {{- end -}}
 {{- if and .Values.volumes (not .Values.csi.enabled) -}}
 {{- fail "volumes need csi.enabled: nobody would mount them" -}}
+{{- end -}}
+{{- if and .Values.hold.enabled (hasKey (.Values.daemon.options | default dict) "request-timeout") -}}
+{{- fail "daemon.options.request-timeout: with hold.enabled the kernel would end the mount while no daemon serves it" -}}
+{{- end -}}
+{{- $claims := list -}}
+{{- range .Values.volumes -}}
+{{- $claim := printf "%s/%s" .namespace .claim -}}
+{{- if has $claim $claims -}}{{- fail (printf "volumes: claim %s is there twice" $claim) -}}{{- end -}}
+{{- $claims = append $claims $claim -}}
 {{- end -}}
 {{- end -}}
