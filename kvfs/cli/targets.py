@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from kvfs.errors import NotFoundError
+
+if TYPE_CHECKING:
+    from kvfs.frontend.mount import Mount
 
 
 def pool_of(target: str) -> Path:
@@ -16,7 +19,7 @@ def pool_of(target: str) -> Path:
 
     present = mount.find_mount(target)
     if present is not None and present.is_kvfs:
-        return Path(present.source)
+        return _source(target, present)
     if present is None and not os.path.lexists(target):
         raise NotFoundError(f"{target}: no such pool or mount point")
     return Path(target)
@@ -31,7 +34,21 @@ def place_of(target: str) -> tuple[Path, str]:
     if present is None or not present.is_kvfs:
         return pool_of(target), "/"
     inside = os.path.relpath(os.path.realpath(target), present.mountpoint)
-    return Path(present.source), "/" if inside == "." else f"/{inside}"
+    return _source(target, present), "/" if inside == "." else f"/{inside}"
+
+
+def _source(target: str, present: Mount) -> Path:
+    """The pool's directory. NotFoundError: it is elsewhere, as in an engine's container, which has the mount alone."""
+    try:
+        os.lstat(present.source)
+    except (FileNotFoundError, NotADirectoryError):
+        raise NotFoundError(
+            f"{target}: the directory of its pool, {present.source} where it was mounted, is not seen here: ask there, "
+            "or by the pool's path here"
+        ) from None
+    except OSError:  # another user's
+        pass
+    return Path(present.source)
 
 
 def pools_mounted() -> list[Path]:

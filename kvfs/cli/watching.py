@@ -126,7 +126,7 @@ def add_top(verbs: Verbs) -> None:
     sub.add_argument(
         "--interval", type=arguments.seconds, default=1.0, metavar="S", help="draw every S seconds (default 1)"
     )
-    sub.add_argument("--count", type=arguments.count, metavar="N", help="end after N times (default: never)")
+    sub.add_argument("--count", type=arguments.count, metavar="N", help="end after N intervals (default: never)")
     explain(sub, "top")
 
 

@@ -19,7 +19,7 @@ from kvfs.held import HeldMount, check_versions, written_make
 from kvfs.hold import service
 from kvfs.hold.claim import Claim, claim
 from kvfs.hold.service import SYSTEMD
-from kvfs.hold.words import HoldError, connection_of
+from kvfs.hold.words import HoldError, connection_of, process
 from kvfs.names import Names
 from kvfs.pool.owner import Life, process_life
 
@@ -73,13 +73,13 @@ class Holding:
         fds, left.fuse = left.fuse, []
         mount.take(fds, left.state)
         idle = "" if left.idle_s is None else f"; it had no daemon for {left.idle_s:.2f} s"
-        log.info("%s: taken over from pid %d%s", self.mountpoint, left.pid, idle)
+        log.info("%s: taken over from %s%s", self.mountpoint, process(left.pid, "pid"), idle)
 
     def keep(self, mount: HeldMount) -> None:
         """Have the holder keep the mount, once it is served. HoldError."""
         (fds, state), left = mount.state(), self._claim.left
         self._claim.put(state if left is None else left.state, fds, self._written, self.journal)
-        log.info("%s: kept by the holder, pid %d, at %s", self.mountpoint, self.pid, self._claim.path)
+        log.info("%s: kept by the holder, %s, at %s", self.mountpoint, process(self.pid, "pid"), self._claim.path)
         for name in _KERNEL_LIMITS:
             if (limit := _setting(name)) > 0:
                 log.warning("fs.fuse.%s is %d s: the kernel ends the mount if no daemon serves it so long", name, limit)
@@ -96,9 +96,9 @@ class Holding:
         await trio.lowlevel.wait_readable(self._claim.fileno())
         self.alive = False
         log.error(
-            "the holder at %s (pid %d) has ended: the mount ends with this daemon; "
+            "the holder at %s (%s) has ended: the mount ends with this daemon; "
             "unmount, start kvfs hold, and mount again when it suits",
-            self._claim.path, self.pid,
+            self._claim.path, process(self.pid, "pid"),
         )  # fmt: skip
 
     def drop(self) -> None:

@@ -46,6 +46,7 @@ _OTHER_OPTIONS = frozenset({"rw", "suid", "dev", "exec", "async", "atime", "dira
 # Options that fusermount3 does not know, and that cost nothing when they are left out.
 _NOT_FUSERMOUNT = frozenset({"atime", "diratime", "relatime", "nolazytime", "lazytime", "strictatime"})
 
+_RIGHTS = {errno.EPERM: "; it takes CAP_SYS_ADMIN (in a container: --cap-add SYS_ADMIN)"}
 _PROGRAM_PREFIX = re.compile(r"^\S*fusermount3: ")
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -309,8 +310,7 @@ def _mount_as_root(source: str, mountpoint: str, max_read: int, allow_other: boo
         target, kind = os.fsencode(mountpoint), FILESYSTEM_TYPE.encode()
         if _libc.mount(os.fsencode(source), target, kind, ctypes.c_ulong(flags), data.encode()) != 0:
             error = ctypes.get_errno()
-            hint = "; it takes CAP_SYS_ADMIN (in a container: --cap-add SYS_ADMIN)" if error == errno.EPERM else ""
-            raise _failure(mountpoint, f"mount: {os.strerror(error)}{hint}", error)
+            raise _failure(mountpoint, f"mount: {os.strerror(error)}{_RIGHTS.get(error, '')}", error)
 
     try:
         call_with_deadline(call, MOUNT_TIMEOUT_S, f"{mountpoint}: mount")
@@ -370,8 +370,9 @@ def unmount(mountpoint: str, *, lazy: bool = False, force: bool = False, timeout
         def call() -> None:
             if _libc.umount2(os.fsencode(mountpoint), flags) != 0:
                 error = ctypes.get_errno()
+                said = os.strerror(error) + _RIGHTS.get(error, "")
                 busy = "busy: files are open there; close them or use --lazy"
-                raise _failure(mountpoint, busy if error == errno.EBUSY else os.strerror(error), error)
+                raise _failure(mountpoint, busy if error == errno.EBUSY else said, error)
 
         call_with_deadline(call, timeout_s, f"{mountpoint}: umount")
         return

@@ -22,6 +22,7 @@ from kvfs.hold.words import (
     Words,
     close_all,
     peer,
+    process,
     receive,
     roles_of,
     send,
@@ -113,7 +114,7 @@ def connect(path: Path) -> socket.socket:
     if not trusted(uid):
         sock.close()
         raise HoldError(
-            f"--hold {path}: process {pid} of user {uid} listens there: a holder of root or user {os.geteuid()} "
+            f"--hold {path}: {process(pid)} of user {uid} listens there: a holder of root or user {os.geteuid()} "
             "is expected"
         )
     return sock

@@ -29,6 +29,7 @@ from kvfs.hold.words import (
     close_all,
     is_alive,
     peer,
+    process,
     receive,
     roles_of,
     send,
@@ -122,7 +123,7 @@ class Holder:
             sock = socket.socket(fileno=above(made.detach()))
             pid, uid = peer(sock)
             if not trusted(uid) or len(self._connections) >= CONNECTIONS_MAX:
-                log.warning("process %d of user %d: refused", pid, uid)
+                log.warning("%s of user %d: refused", process(pid), uid)
                 sock.close()
                 return
             sock.setblocking(False)
@@ -149,7 +150,7 @@ class Holder:
             self._refuse(connection, error)
 
     def _refuse(self, connection: Connection, error: HoldError) -> None:
-        log.warning("process %d: %s", connection.pid, error)
+        log.warning("%s: %s", process(connection.pid), error)
         with suppress(HoldError):
             _tell(connection, {"error": str(error)})
         self._end(connection)
@@ -175,7 +176,7 @@ class Holder:
     def _claim(self, connection: Connection, key: Key) -> None:
         owner = self._owner(key)
         if owner is not None:
-            text = f"process {owner.pid} serves {key[1]} of pool {key[0]}: it must end first"
+            text = f"{process(owner.pid)} serves {key[1]} of pool {key[0]}: it must end first"
             _tell(connection, {"error": text, "pid": owner.pid})
             return
         held = self._mounts.get(key)
@@ -193,7 +194,7 @@ class Holder:
             words |= {"last_pid": held.last_pid, "takeovers": held.takeovers}
             _tell(connection, words, held.fds)
             held.alone_since, held.last_pid = None, connection.pid
-            log.info("%s: process %d has it, after %.2f s", key[1], connection.pid, idle_s)
+            log.info("%s: %s has it, after %.2f s", key[1], process(connection.pid), idle_s)
         connection.claims = key
 
     def _put(self, connection: Connection, key: Key, words: Words, fds: list[int]) -> None:
@@ -206,7 +207,7 @@ class Holder:
         if before is not None:
             close_all(before.fds)
         _tell(connection, {})
-        log.info("%s of pool %s: %d descriptors of process %d", key[1], key[0], len(fds), connection.pid)
+        log.info("%s of pool %s: %d descriptors of %s", key[1], key[0], len(fds), process(connection.pid))
 
     def _owner(self, key: Key) -> Connection | None:
         return next((each for each in self._connections.values() if each.claims == key), None)
@@ -228,7 +229,7 @@ class Holder:
         if held is not None and connection.claims is not None:
             held.alone_since = self._clock()
             if held.is_alive():
-                log.info("%s: process %d has ended; requests wait", connection.claims[1], connection.pid)
+                log.info("%s: %s has ended; requests wait", connection.claims[1], process(connection.pid))
 
     def _drop(self, key: Key, why: str) -> None:
         log.info("%s of pool %s: %s", key[1], key[0], why)

@@ -47,6 +47,11 @@ _CREDENTIALS = struct.Struct("iII")
 Words = Mapping[str, object]
 
 
+def process(pid: int, word: str = "process") -> str:
+    """A process, for people. The kernel says 0 of one in a pid namespace that is not seen here, as of a container."""
+    return f"{word} {pid}" if pid else "a process in another pid namespace"
+
+
 class HoldError(KvfsError):
     """The other end breaks the protocol, refuses, or is gone."""
 

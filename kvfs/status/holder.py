@@ -21,8 +21,10 @@ def holder_text(status: Json) -> str:
     """One line: who keeps the mount, how often it was taken over, and the fill of the journal of names."""
     holder = section(status, "holder")
     ended = "" if holder.get("alive") else ", which has ended"
+    pid = number(holder, "pid")  # 0: as the kernel says of a process in another container
+    where = f"pid {pid:.0f}" if pid else "a process in another pid namespace"
     return (
-        f"by {holder.get('path')} (pid {number(holder, 'pid'):.0f}{ended}), taken over "
+        f"by {holder.get('path')} ({where}{ended}), taken over "
         f"{counted(number(holder, 'takeovers'), 'time')}{_journal_text(section(holder, 'journal'))}"
     )
 

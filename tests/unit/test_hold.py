@@ -191,6 +191,11 @@ def test_a_mount_goes_from_a_daemon_that_ended_to_the_next(
         "error": f"process {os.getpid()} serves /m of pool /p: it must end first",
         "pid": os.getpid(),
     }
+    (owner,) = [each for each in played.holder._connections.values() if each.claims]
+    owner.pid = 0  # so says the kernel of a process in another container
+    answer, _ = played.ask(second, op="claim", **P)
+    assert answer["error"] == "a process in another pid namespace serves /m of pool /p: it must end first"
+    owner.pid = os.getpid()
     listed, _ = played.ask(second, op="list")
     assert listed["mounts"] == [{**P, "descriptors": 2, "pid": os.getpid()}]
     first.close()

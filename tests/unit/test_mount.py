@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvfs.errors import DeadlineError, MissingFeatureError, UsageError
+from kvfs.cli import targets
+from kvfs.errors import DeadlineError, MissingFeatureError, NotFoundError, UsageError
 from kvfs.frontend import mount
 
 MOUNTINFO = r"""22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
@@ -94,12 +95,30 @@ def test_a_mount_that_is_not_permitted_names_the_capability(monkeypatch: pytest.
             ctypes.set_errno(errno.EPERM)
             return -1
 
+        umount2 = mount
+
     monkeypatch.setattr(mount, "_libc", Refusing)
     monkeypatch.setattr(mount, "_open_device", lambda: os.open(os.devnull, os.O_RDWR))
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     with pytest.raises(mount.MountError, match="CAP_SYS_ADMIN") as caught:
         mount.mount("/pool", "/tmp", max_read=1 << 20)
     assert caught.value.errno == errno.EPERM
+    with pytest.raises(mount.MountError, match="/mnt: Operation not permitted; it takes CAP_SYS_ADMIN"):
+        mount.unmount("/mnt")
+
+
+def test_a_verb_where_only_the_mount_is_seen_says_that_its_pool_is_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As in an engine's container: the source is a path of the machine where the pool was mounted."""
+    pool = tmp_path / "pool"
+    line = f"36 35 0:51 / /mnt/kv rw - fuse.kvfs {pool} rw,user_id=0"
+    monkeypatch.setattr(mount, "mounts", lambda: mount.parse_mountinfo(line))
+    for verb in (targets.pool_of, targets.place_of):
+        with pytest.raises(NotFoundError, match=f"/mnt/kv: the directory of its pool, {pool} where it was mounted"):
+            verb("/mnt/kv")
+    pool.mkdir()
+    assert targets.pool_of("/mnt/kv") == pool and targets.place_of("/mnt/kv/a/b") == (pool, "/a/b")
 
 
 def test_unknown_mount_options_are_a_usage_error() -> None:

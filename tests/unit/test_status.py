@@ -187,6 +187,8 @@ def test_the_holder_and_its_journal_are_shown() -> None:
     assert not any(row.startswith("held") for row in _head(difference(document(), None), 1.0))
     older = render_status(document(holder={**HOLDER, "journal": None}))
     assert "taken over 3 times\n" in older
+    other = render_status(document(holder={**HOLDER, "pid": 0}))  # so says the kernel of a process in another container
+    assert "held: by /run/hold.sock (a process in another pid namespace), taken over" in other
 
 
 def test_a_holder_that_ended_and_a_journal_that_lost_changes_are_told_of() -> None:
