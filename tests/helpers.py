@@ -484,6 +484,19 @@ def requires_fuse() -> None:
         pytest.skip(f"needs /dev/fuse: {error}")
 
 
+def requires_io_uring() -> None:
+    """Skip in a lane where it is denied: for tests that deny it to one side alone, or that lack something else."""
+    setup, enter, register, nothing_to_unregister = 425, 426, 427, 3
+    ring = libc.syscall(setup, 1, ctypes.create_string_buffer(120))
+    try:
+        for call in ((enter, ring, 0, 0, 0, None, 0), (register, ring, nothing_to_unregister, None, 0)):
+            if ring < 0 or (libc.syscall(*call) < 0 and ctypes.get_errno() in (errno.EPERM, errno.ENOSYS)):
+                pytest.skip(f"io_uring is denied here: {os.strerror(ctypes.get_errno())}")
+    finally:
+        if ring >= 0:
+            os.close(ring)
+
+
 def requires_zram() -> None:
     requires_root()
     if not os.path.exists("/sys/class/zram-control/hot_add"):

@@ -9,9 +9,15 @@ import subprocess
 import sys
 
 import pytest
-from helpers import MIB, REPOSITORY, assert_same, content, read_file, run, slowness, write_file
+from helpers import MIB, REPOSITORY, assert_same, content, read_file, requires_io_uring, run, slowness, write_file
 
 import kvfs
+
+
+@pytest.fixture(autouse=True)
+def _io_uring_elsewhere():
+    requires_io_uring()
+
 
 DENIED = REPOSITORY / "tests/denied.py"
 STORE_AND_READ = """

@@ -13,11 +13,18 @@ from helpers import (
     content,
     read_file,
     requires_fuse,
+    requires_io_uring,
     requires_program,
     requires_root,
     run,
     write_file,
 )
+
+
+@pytest.fixture(autouse=True)
+def _io_uring_elsewhere() -> None:
+    requires_io_uring()
+
 
 CLIENT = """
 import json, sys, kvfs
