@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import errno
 import os
-import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvfs._native import ffi, lib
 from kvfs.errors import KvfsError
 
 _WHY = {
-    errno.EPROTONOSUPPORT: "another build of kvfs left it, which this one does not understand: start that build",
-    errno.EBADMSG: "its list of the inodes that are open for writing is none",
-    errno.EINVAL: "its numbers cannot be; or this kernel (before Linux 6.9) does not send requests again",
     errno.EOPNOTSUPP: "Linux 6.9 is needed; or it was mounted without exports, and this daemon has some",
 }
-
-
-_NUMBER, _HEAD = struct.Struct("=I"), struct.Struct("=QI")
+# Of what an earlier daemon left.
+_UNKNOWN = {
+    errno.EBADMSG: "that is none: its size or its first bytes are of nothing that kvfs makes",
+    errno.EINVAL: "with numbers that cannot be; or this kernel (before Linux 6.9) does not send requests again",
+    errno.EPROTO: "with flags that this build does not know: start the build that left it",
+}
 
 
 class HeldMount:
@@ -57,28 +56,32 @@ class HeldMount:
         lib.kvfs_fuse_leave(self._plane, timeout_ms)
 
 
-def check_versions(mountpoint: str, state: bytes, written: int, journal: int | None) -> None:
-    """KvfsError if an earlier daemon left anything of a version that this build does not know. Before anything is
-    changed: the mount then waits for the right build, which takes it over with its journal."""
-    parts = [
-        ("an answer to INIT", _NUMBER.unpack_from(state)[0] if len(state) >= _NUMBER.size else 0,
-         lib.KVFS_HELD_VERSION),
-        ("a list of written inodes", _version_of(written), lib.KVFS_WRITTEN_VERSION),
-    ]  # fmt: skip
-    if journal is not None:
-        parts.append(("a journal of names", _version_of(journal), lib.KVFS_JOURNAL_VERSION))
-    for what, found, known in parts:
-        if found != known:
-            raise KvfsError(
-                f"{mountpoint}: the mount that is held has {what} of version {found}, and this build knows version "
-                f"{known}: start the build that left it, which takes it over, or end the mount with kvfs umount"
-            )
+def check_state(state: bytes, descriptors: int) -> int:
+    """The version of what an earlier daemon left as state(). KvfsError: this build cannot serve it. As the other two
+    it changes nothing."""
+    return _known("an answer to INIT", lambda out: lib.kvfs_held_check(state, len(state), descriptors, out))
 
 
-def _version_of(fd: int) -> int:
-    """Of memory that begins with a magic number and a version; 0: it is too short for that."""
-    head = os.pread(fd, _HEAD.size, 0)
-    return int(_HEAD.unpack(head)[1]) if len(head) == _HEAD.size else 0
+def check_written(fd: int) -> int:
+    """The same of a list of written inodes."""
+    return _known("a list of written inodes", lambda out: lib.kvfs_written_check(fd, out))
+
+
+def check_journal(fd: int) -> int:
+    """The same of a journal of names."""
+    return _known("a journal of names", lambda out: lib.kvfs_journal_check(fd, out))
+
+
+def _known(what: str, check: Callable[[Any], int]) -> int:
+    versions = ffi.new("struct kvfs_versions *")
+    result = check(versions)
+    found, oldest, newest = int(versions.found), int(versions.oldest), int(versions.newest)
+    if result == -errno.EPROTONOSUPPORT:
+        known = f"version {newest}" if oldest == newest else f"versions {oldest} to {newest}"
+        raise KvfsError(f"{what} of version {found}, and this build knows {known}: start the build that left it")
+    if result < 0:
+        raise KvfsError(f"{what} {_UNKNOWN.get(-result, os.strerror(-result))}")
+    return found
 
 
 def written_make() -> int:

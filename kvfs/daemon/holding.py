@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,11 +16,12 @@ from kvfs import journal
 from kvfs.daemon.options import MountOptions
 from kvfs.errors import KvfsError
 from kvfs.frontend import mount as mounting
-from kvfs.held import HeldMount, check_versions, written_make
+from kvfs.held import HeldMount, check_journal, check_state, check_written, written_make
 from kvfs.hold import service
-from kvfs.hold.claim import Claim, claim
+from kvfs.hold.claim import Claim, Left, claim
 from kvfs.hold.service import SYSTEMD
-from kvfs.hold.words import HoldError, connection_of, process
+from kvfs.hold.words import JOURNAL, WRITTEN, HoldError, close_all, connection_of, process
+from kvfs.journal import Fill
 from kvfs.names import Names
 from kvfs.pool.owner import Life, process_life
 
@@ -31,6 +33,12 @@ LEAVE_MS = 5000
 # Once it is asked, a kernel puts the requests without an answer before all others: they have come within that. Turns of
 # a second, so that a process that was stopped meanwhile does not count.
 SETTLE_TURNS = 5
+# The memories of a mount by their roles: how one that another build has left is checked, and how one is made. Each
+# keeps the version of its maker (docs/internals/recovery.md).
+_MEMORIES: dict[str, tuple[Callable[[int], int], Callable[[], int]]] = {
+    WRITTEN: (check_written, written_make),
+    JOURNAL: (check_journal, journal.make),
+}
 _KERNEL_LIMITS = ("default_request_timeout", "max_request_timeout")
 _FUSE_SETTINGS = Path("/proc/sys/fs/fuse")
 
@@ -39,19 +47,25 @@ class Holding:
     """A mount that the holder keeps for the daemon after this one. `alive`: the holder is there."""
 
     def __init__(self, mountpoint: str, claimed: Claim) -> None:
+        """KvfsError: this build does not know what was left. Nothing was changed then."""
         self.mountpoint, self._claim, self.alive = mountpoint, claimed, True
         left = claimed.left
         self.taken = left is not None
-        self._written = written_make() if left is None else os.dup(left.written)
-        # An older kvfs may have left no journal.
-        self.journal = journal.make() if left is None or left.journal is None else os.dup(left.journal)
+        self._versions = {} if left is None else _check_known(mountpoint, left)
+        kept = {} if left is None else left.memories
+        # An older kvfs may have left less.
+        self._memories = {role: os.dup(kept[role]) if role in kept else make() for role, (_, make) in _MEMORIES.items()}
+
+    @property
+    def journal(self) -> int:
+        return self._memories[JOURNAL]
 
     @property
     def pid(self) -> int:
         """The holder's."""
         return self._claim.pid
 
-    def status(self, fill: journal.Fill | None) -> dict[str, object]:
+    def status(self, fill: Fill | None) -> dict[str, object]:
         """The holder, and how full the journal of names is, for the status document."""
         left = self._claim.left
         return {
@@ -59,17 +73,20 @@ class Holding:
             "pid": self.pid,
             "alive": self.alive,
             "takeovers": 0 if left is None else left.takeovers,
+            "versions": self._versions,
             "journal": None if fill is None else dataclasses.asdict(fill),
         }
 
     def begin(self, mount: HeldMount) -> None:
         """Before the mount is served."""
-        mount.begin(self._written)
+        mount.begin(self._memories[WRITTEN])
 
     def take(self, mount: HeldMount) -> None:
         """Serve the mount that was left. KvfsError; it waits for the next daemon then."""
         left = self._claim.left
         assert left is not None
+        # Before it is served: what another build has left, and this one would not keep true, is not to be found.
+        self._put(left.state, left.fuse)
         fds, left.fuse = left.fuse, []
         mount.take(fds, left.state)
         idle = "" if left.idle_s is None else f"; it had no daemon for {left.idle_s:.2f} s"
@@ -77,12 +94,17 @@ class Holding:
 
     def keep(self, mount: HeldMount) -> None:
         """Have the holder keep the mount, once it is served. HoldError."""
-        (fds, state), left = mount.state(), self._claim.left
-        self._claim.put(state if left is None else left.state, fds, self._written, self.journal)
-        log.info("%s: kept by the holder, %s, at %s", self.mountpoint, process(self.pid, "pid"), self._claim.path)
+        if not self.taken:
+            fds, state = mount.state()
+            self._put(state, fds)
         for name in _KERNEL_LIMITS:
             if (limit := _setting(name)) > 0:
                 log.warning("fs.fuse.%s is %d s: the kernel ends the mount if no daemon serves it so long", name, limit)
+
+    def _put(self, state: bytes, fds: Sequence[int]) -> None:
+        self._claim.put(state, fds, self._memories)
+        self._versions = _versions_of(state, len(fds), self._memories)
+        log.info("%s: kept by the holder, %s, at %s", self.mountpoint, process(self.pid, "pid"), self._claim.path)
 
     async def settle(self, names: Names) -> None:
         """Let go of the requests of earlier daemons, once none can come again. Else the journal keeps all since then.
@@ -109,8 +131,7 @@ class Holding:
 
     def close(self) -> None:
         """The end of this process's claim."""
-        os.close(self._written)
-        os.close(self.journal)
+        close_all(list(self._memories.values()))
         self._claim.close()
 
 
@@ -134,11 +155,28 @@ def hold(options: MountOptions) -> Holding | None:
     try:
         if claimed.left is not None:
             _check_mount(pool, mountpoint, claimed.left.fuse[0])
-            check_versions(mountpoint, claimed.left.state, claimed.left.written, claimed.left.journal)
         return Holding(mountpoint, claimed)
     except BaseException:
         claimed.close()
         raise
+
+
+def _versions_of(state: bytes, descriptors: int, memories: Mapping[str, int]) -> dict[str, int]:
+    """KvfsError: this build does not know one."""
+    return {
+        "state": check_state(state, descriptors), **{role: _MEMORIES[role][0](fd) for role, fd in memories.items()}
+    }  # fmt: skip
+
+
+def _check_known(mountpoint: str, left: Left) -> dict[str, int]:
+    """The versions of what an earlier daemon left. KvfsError if this build does not know one. Before anything is
+    changed: the mount then waits for the right build, which takes it over with its journal."""
+    try:
+        return _versions_of(left.state, len(left.fuse), left.memories)
+    except KvfsError as error:
+        raise KvfsError(
+            f"{mountpoint}: the mount that is held has {error}; or end the mount with kvfs umount, and mount anew"
+        ) from error
 
 
 def _is_going(pid: int) -> bool:

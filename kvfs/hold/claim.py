@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +16,12 @@ from kvfs.descriptors import above, reason
 from kvfs.errors import printable
 from kvfs.hold.words import (
     FUSE,
-    JOURNAL,
+    ROLES,
     VERSION,
-    WRITTEN,
     HoldError,
     Words,
     close_all,
+    is_spoken,
     peer,
     process,
     receive,
@@ -30,6 +31,9 @@ from kvfs.hold.words import (
     trusted,
     version_of,
 )
+
+# One logger name for the whole room: it is in every line of the log.
+log = logging.getLogger(__package__)
 
 ANSWER_TIMEOUT_S = 10.0
 # A daemon that was killed has gone within that, and so has its connection.
@@ -43,14 +47,13 @@ class Left:
 
     state: bytes
     fuse: list[int]
-    written: int
-    journal: int | None
+    memories: dict[str, int]  # by their roles
     idle_s: float | None  # unknown of systemd
     pid: int
     takeovers: int = 0  # with this one; 0: an older holder counts none
 
     def close(self) -> None:
-        close_all([*self.fuse, self.written, *([] if self.journal is None else [self.journal])])
+        close_all([*self.fuse, *self.memories.values()])
 
 
 class Claim(ABC):
@@ -65,8 +68,9 @@ class Claim(ABC):
         """Readable once the holder has ended, or keeps nothing any more."""
 
     @abstractmethod
-    def put(self, state: bytes, fuse: Sequence[int], written: int, journal: int) -> None:
-        """Have the holder keep these for the next daemon. HoldError."""
+    def put(self, state: bytes, fuse: Sequence[int], memories: Mapping[str, int]) -> None:
+        """Have the holder keep these for the next daemon, and nothing else of the mount. Memories by their roles; one
+        that the holder's version has no word for is not kept. HoldError."""
 
     @abstractmethod
     def drop(self) -> None:
@@ -88,9 +92,10 @@ class SocketClaim(Claim):
     def fileno(self) -> int:
         return self._sock.fileno()
 
-    def put(self, state: bytes, fuse: Sequence[int], written: int, journal: int) -> None:
-        words: dict[str, object] = {"op": "put", "state": state.hex(), "roles": [*[FUSE] * len(fuse), WRITTEN, JOURNAL]}
-        _ask(self.path, self._sock, words, self.version, [*fuse, written, journal])
+    def put(self, state: bytes, fuse: Sequence[int], memories: Mapping[str, int]) -> None:
+        kept = {role: fd for role, fd in memories.items() if is_spoken(role, self.version)}
+        words: dict[str, object] = {"op": "put", "state": state.hex(), "roles": [*[FUSE] * len(fuse), *kept]}
+        _ask(self.path, self._sock, words, self.version, [*fuse, *kept.values()])
 
     def drop(self) -> None:
         _ask(self.path, self._sock, {"op": "drop"}, self.version)
@@ -180,15 +185,19 @@ def _left(path: Path, words: Words, fds: list[int]) -> Left | None:
 
 
 def left_of(words: Words, fds: Sequence[int]) -> Left | None:
-    """The mount that was left, by its words; None: there is none. HoldError."""
+    """The mount that was left, by its words; None: there is none. Memory of roles that this build does not know is
+    closed. HoldError."""
     roles = roles_of(words, fds)
     if not roles:
         return None
-    by_role = {role: [fd for fd, each in zip(fds, roles, strict=True) if each == role] for role in roles}
+    state, given = state_of(words), list(zip(roles, fds, strict=True))
+    for role in sorted(set(roles).difference(ROLES)):
+        log.warning("another build has left memory %r, which this one does not know: it is let go", role)
+    close_all([fd for role, fd in given if role not in ROLES])
     idle_ms, pid, takeovers = words.get("idle_ms"), words.get("last_pid"), words.get("takeovers")
-    journal = by_role.get(JOURNAL)
     return Left(
-        state_of(words), by_role[FUSE], by_role[WRITTEN][0], journal[0] if journal else None,
+        state, [fd for role, fd in given if role == FUSE],
+        {role: fd for role, fd in given if role in ROLES and role != FUSE},
         idle_ms / 1000 if isinstance(idle_ms, int) else None, pid if isinstance(pid, int) else 0,
         takeovers if isinstance(takeovers, int) else 0,
     )  # fmt: skip

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import compress
 from pathlib import Path
 
 from kvfs.descriptors import above
@@ -28,6 +29,7 @@ from kvfs.hold.words import (
     Words,
     close_all,
     is_alive,
+    is_spoken,
     peer,
     process,
     receive,
@@ -190,9 +192,10 @@ class Holder:
         else:
             idle_s = self._clock() - (held.alone_since or self._clock())
             held.takeovers += 1
-            words = {"roles": held.roles, "state": held.state.hex(), "idle_ms": int(idle_s * 1000)}
-            words |= {"last_pid": held.last_pid, "takeovers": held.takeovers}
-            _tell(connection, words, held.fds)
+            spoken = [is_spoken(role, connection.version) for role in held.roles]
+            words: dict[str, object] = {"roles": list(compress(held.roles, spoken)), "state": held.state.hex()}
+            words |= {"idle_ms": int(idle_s * 1000), "last_pid": held.last_pid, "takeovers": held.takeovers}
+            _tell(connection, words, list(compress(held.fds, spoken)))
             held.alone_since, held.last_pid = None, connection.pid
             log.info("%s: %s has it, after %.2f s", key[1], process(connection.pid), idle_s)
         connection.claims = key

@@ -26,16 +26,16 @@ from kvfs.hold.claim import ANSWER_TIMEOUT_S, Claim, Left, left_of
 from kvfs.hold.words import (
     FDS_MAX,
     FUSE,
-    JOURNAL,
     ROLES,
     SIZE_MAX,
     VERSION,
-    WRITTEN,
     HoldError,
     close_all,
     is_alive,
+    is_spoken,
     parse,
     text_of,
+    version_of,
 )
 
 # One logger name for the whole room: it is in every line of the log.
@@ -93,29 +93,43 @@ def _hangs_up(reading: int, timeout_s: float) -> bool:
 class ServiceClaim(Claim):
     """The mount of this process's unit."""
 
-    def __init__(self, pool: str, mountpoint: str, left: Left | None, state: int) -> None:
+    def __init__(
+        self,
+        pool: str,
+        mountpoint: str,
+        left: Left | None,
+        state: int,
+        version: int = VERSION,
+        others: Sequence[str] = (),
+    ) -> None:
+        """version: of the words, which stays as long as the mount, so that the build that made it reads them. others:
+        names of descriptors that another build has stored, and this one does not know."""
         super().__init__(SYSTEMD, os.getppid(), left)
         self._pool, self._mountpoint, self._state = pool, mountpoint, state
+        self._version, self._others = version, others
         self._watch = -1
 
     def fileno(self) -> int:
         return self._watch
 
-    def put(self, state: bytes, fuse: Sequence[int], written: int, journal: int) -> None:
+    def put(self, state: bytes, fuse: Sequence[int], memories: Mapping[str, int]) -> None:
         """systemd knows a descriptor that it has already."""
         takeovers = 0 if self.left is None else self.left.takeovers
-        roles = [*[FUSE] * len(fuse), WRITTEN, JOURNAL]
-        words = {"pool": self._pool, "mountpoint": self._mountpoint, "roles": roles, "state": state.hex(),
-                 "last_pid": os.getpid(), "takeovers": takeovers}  # fmt: skip
+        kept = {role: fd for role, fd in memories.items() if is_spoken(role, self._version)}
+        roles = [*[FUSE] * len(fuse), *kept]
+        words = {"v": self._version, "pool": self._pool, "mountpoint": self._mountpoint, "roles": roles,
+                 "state": state.hex(), "last_pid": os.getpid(), "takeovers": takeovers}  # fmt: skip
         _write(self._state, words)
         reading, writing = all_above(list(os.pipe2(os.O_CLOEXEC)))
         if self._watch >= 0:
             os.close(self._watch)
         self._watch = reading
         try:
-            notify(f"FDSTOREREMOVE=1\nFDNAME={_PREFIX}{_WATCH}")
+            for name in (_PREFIX + _WATCH, *self._others):
+                notify(f"FDSTOREREMOVE=1\nFDNAME={name}")
             for name, fds in (
-                (_STATE, [self._state]), (WRITTEN, [written]), (JOURNAL, [journal]), (FUSE, fuse), (_WATCH, [writing]),
+                (_STATE, [self._state]), *((role, [fd]) for role, fd in kept.items()), (FUSE, fuse),
+                (_WATCH, [writing]),
             ):  # fmt: skip
                 notify(f"FDSTORE=1\nFDNAME={_PREFIX}{name}\nFDPOLL=0", fds)
         finally:
@@ -128,8 +142,8 @@ class ServiceClaim(Claim):
             raise HoldError(f"systemd does not keep the mount: {_told_max()}; set it to {len(roles) + 2} or more")
 
     def drop(self) -> None:
-        for name in _NAMES:
-            notify(f"FDSTOREREMOVE=1\nFDNAME={_PREFIX}{name}")
+        for name in (*(_PREFIX + name for name in _NAMES), *self._others):
+            notify(f"FDSTOREREMOVE=1\nFDNAME={name}")
 
     def close(self) -> None:
         close_all([self._state, *([] if self._watch < 0 else [self._watch])])
@@ -144,7 +158,7 @@ def _told_max() -> str:
 
 def _write(fd: int, words: Mapping[str, object]) -> None:
     """Put the words of a mount there. A kill cuts a write between pages alone: it leaves the old words or the new."""
-    data = json.dumps({"v": VERSION, **words}).encode()
+    data = json.dumps(words).encode()
     if len(data) > SIZE_MAX:
         raise HoldError(f"the words of the mount have {len(data)} bytes; {SIZE_MAX} are possible")
     os.pwrite(fd, data.ljust(SIZE_MAX), 0)
@@ -189,12 +203,14 @@ def _take_given(given: dict[str, list[int]]) -> None:
 
 def _claim(pool: str, mountpoint: str, given: dict[str, list[int]]) -> ServiceClaim:
     """Takes from `given` what the claim then has."""
-    for name in given.keys() - {_PREFIX + name for name in _NAMES}:
-        log.warning("descriptors %s, which kvfs has not put into systemd's store, are closed", printable(name))
+    others = sorted(given.keys() - {_PREFIX + name for name in _NAMES})
+    for name in others:
+        log.warning("descriptors %s, which this kvfs does not put into systemd's store, are closed", printable(name))
         close_all(given.pop(name))
+    stored = [name for name in others if name.startswith(_PREFIX)]
     close_all(given.pop(_PREFIX + _WATCH, []))
     if not given:
-        return ServiceClaim(pool, mountpoint, None, _new_state())
+        return ServiceClaim(pool, mountpoint, None, _new_state(), others=stored)
     roles = [role for role in ROLES for _ in given.get(_PREFIX + role, ())]
     fds = [fd for role in ROLES for fd in given.get(_PREFIX + role, ())]
     states = given.get(_PREFIX + _STATE, [])
@@ -214,17 +230,18 @@ def _claim(pool: str, mountpoint: str, given: dict[str, list[int]]) -> ServiceCl
         log.info("%s of pool %s: it has been unmounted", mountpoint, pool)
         close_all([*fds, *states])
         given.clear()
-        fresh = ServiceClaim(pool, mountpoint, None, _new_state())
+        fresh = ServiceClaim(pool, mountpoint, None, _new_state(), others=stored)
         fresh.drop()
         return fresh
     told = words.get("roles")
-    if isinstance(told, list) and len(told) > len(roles):
+    known = [role for role in told if role in ROLES] if isinstance(told, list) else []
+    if len(known) > len(roles):
         log.error(
             "systemd has kept %d of %d descriptors of %s: requests of the others have failed; FileDescriptorStoreMax= "
-            "of its unit must be %d or more", len(roles), len(told), mountpoint, len(told) + 2,
+            "of its unit must be %d or more", len(roles), len(known), mountpoint, len(known) + 2,
         )  # fmt: skip
     given.clear()
-    return ServiceClaim(pool, mountpoint, left, states[0])
+    return ServiceClaim(pool, mountpoint, left, states[0], version_of(words), stored)
 
 
 def _new_state() -> int:

@@ -7,6 +7,9 @@ A holder outlives builds, so each end speaks the versions OLDEST to VERSION. The
 holder answers in that of the question. If it does not know that version, its answer is an error in the nearest one
 that it speaks, and it hangs up. The daemon asks again in that one (claim.py).
 
+Version 1 has the roles ROLES_1. From version 2 on a holder keeps memory of any role, so that a later daemon may have
+more of it. A daemon lets go of memory whose role it does not know: it would not keep that true.
+
     {"v": 1, "op": "claim", "pool": P, "mountpoint": M}   the mount is mine, until this connection ends
         {"v": 1, "roles": [...], "state": HEX, "idle_ms": N, "last_pid": N, "takeovers": N}   and the descriptors
         {"v": 1, "roles": []}                                  no earlier daemon left any
@@ -24,6 +27,7 @@ from __future__ import annotations
 import array
 import json
 import os
+import re
 import select
 import socket
 import stat
@@ -34,13 +38,15 @@ from contextlib import suppress
 from kvfs.descriptors import all_above
 from kvfs.errors import KvfsError, printable
 
-VERSION, OLDEST = 1, 1
+VERSION, OLDEST = 2, 1
 SIZE_MAX = 16384
 FDS_MAX = 32
 TEXT_MAX = 4096
 # Roles: a clone of the mount's /dev/fuse; memory of the data plane (content/written.c, names/journal.c).
 FUSE, WRITTEN, JOURNAL = "fuse", "written", "journal"
 ROLES = (FUSE, WRITTEN, JOURNAL)
+ROLES_1 = (FUSE, WRITTEN, JOURNAL)  # as long as version 1 is spoken
+_ROLE = re.compile("[a-z]{1,32}")
 _FUSE_DEVICE = os.makedev(10, 229)  # Documentation/admin-guide/devices.txt
 _CREDENTIALS = struct.Struct("iII")
 
@@ -135,15 +141,26 @@ def state_of(words: Words) -> bytes:
         raise HoldError("state: hexadecimal digits are expected") from None
 
 
+def is_spoken(role: object, version: int) -> bool:
+    """Whether descriptors of this role may be told of in that version."""
+    if version == 1:
+        return role in ROLES_1
+    return isinstance(role, str) and _ROLE.fullmatch(role) is not None
+
+
 def roles_of(words: Words, fds: Sequence[int]) -> list[str]:
     """The role of each descriptor, of a whole mount or of nothing at all. HoldError unless each is of that kind,
     and all /dev/fuse are of one connection, as far as the kernel says."""
-    roles = words.get("roles")
-    if not isinstance(roles, list) or len(roles) != len(fds) or any(role not in ROLES for role in roles):
-        raise HoldError(f"roles: one of {', '.join(ROLES)} is expected for each of {len(fds)} descriptors")
-    counts = {role: roles.count(role) for role in ROLES}
-    if roles and (not counts[FUSE] or counts[WRITTEN] != 1 or counts[JOURNAL] > 1):
-        raise HoldError(f"roles: {counts}: a mount has /dev/fuse, one list of written inodes, and at most one journal")
+    roles, version = words.get("roles"), version_of(words)
+    if not isinstance(roles, list) or len(roles) != len(fds) or not all(is_spoken(role, version) for role in roles):
+        some = f"one of {', '.join(ROLES_1)}" if version == 1 else "a word of 1 to 32 letters a to z"
+        raise HoldError(f"roles: {some} is expected for each of {len(fds)} descriptors")
+    counts = {role: roles.count(role) for role in (FUSE, WRITTEN, *roles)}
+    if roles and (not counts[FUSE] or not counts[WRITTEN] or any(counts[role] > 1 for role in counts if role != FUSE)):
+        raise HoldError(
+            f"roles: {counts}: a mount has /dev/fuse, one list of written inodes, and at most one memory of each other "
+            "role"
+        )
     connections = set()
     for fd, role in zip(fds, roles, strict=True):
         status = os.fstat(fd)

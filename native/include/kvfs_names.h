@@ -198,11 +198,19 @@ struct kvfs_journal_found {
     uint64_t count;    /* of entries */
     uint64_t refused;  /* bytes behind them that are none: damage */
 };
-#define KVFS_JOURNAL_VERSION 1
+/* Of memory that outlives daemons. It keeps the version in which it was made: later builds read and write it so. */
+struct kvfs_versions {
+    uint32_t found;          /* 0: it has none */
+    uint32_t oldest, newest; /* known to this build */
+};
+#define KVFS_JOURNAL_VERSION 1 /* of those that are made */
+#define KVFS_JOURNAL_OLDEST 1
 #define KVFS_JOURNAL_SIZE_MIN (64u << 10)
 #define KVFS_JOURNAL_SIZE_MAX (UINT64_C(16) << 30)
 /* Make an empty journal. Its descriptor (memfd_create(2)), sealed in size, or -errno; -EINVAL: a size that none has. */
 int kvfs_journal_make(uint64_t size);
+/* Whether it can be attached. 0 or as kvfs_journal_read(). Changes nothing. */
+int kvfs_journal_check(int fd, struct kvfs_versions *out);
 /* Its entries, each proven, without their checksums: struct kvfs_journal_entry, then data padded to 8 bytes. Free with kvfs_journal_free(). NULL, and *r
  * is -errno; -EBADMSG: this is no journal, or not sealed; -EPROTONOSUPPORT: of another version. */
 const void *kvfs_journal_read(int fd, struct kvfs_journal_found *found, int *r);

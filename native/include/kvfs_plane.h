@@ -224,12 +224,14 @@ int kvfs_transport_count(struct kvfs_plane *plane);
 
 /* ---- a mount that outlives this process: another one keeps its descriptors for the next daemon ---- */
 
-#define KVFS_HELD_VERSION 1
+#define KVFS_HELD_VERSION 1 /* of those that are made; a mount keeps it */
+#define KVFS_HELD_OLDEST 1
 #define KVFS_WRITTEN_VERSION 1
+#define KVFS_WRITTEN_OLDEST 1
 #define KVFS_HELD_DESCRIPTORS_MAX 8
 /* The answer to INIT, as far as a later daemon must know it. */
 struct kvfs_held {
-    uint32_t version; /* KVFS_HELD_VERSION */
+    uint32_t version; /* KVFS_HELD_OLDEST to KVFS_HELD_VERSION */
     uint32_t minor;   /* of the protocol that was agreed on */
     uint64_t flags;   /* of fuse_init_out, with flags2 above */
     uint32_t max_read, max_write;
@@ -237,15 +239,20 @@ struct kvfs_held {
 };
 /* A list of the inodes that are open for writing: memory (memfd_create(2)) for all daemons of a mount. Its descriptor, or -errno. */
 int kvfs_written_make(void);
+/* Whether it can be kept. 0 or as kvfs_fuse_hold(). Changes nothing. */
+int kvfs_written_check(int fd, struct kvfs_versions *out);
 /* Keep that list, and know what earlier daemons left in it. Before kvfs_fuse_add() or kvfs_fuse_take(), once. The descriptor stays the caller's. -EBADMSG:
  * it is none; -EPROTONOSUPPORT: of another version. Mounts of this plane do without FUSE over io_uring from then on. */
 int kvfs_fuse_hold(struct kvfs_plane *plane, int written_fd);
 /* Of the mount: its descriptors, which stay the plane's, and the answer to INIT. Returns how many, or -errno. -EAGAIN: INIT has not come. -EOPNOTSUPP: its
  * kernel does not send requests again (before Linux 6.9). */
 int kvfs_fuse_held(struct kvfs_plane *plane, int *fds, uint32_t capacity, struct kvfs_held *out);
+/* Whether a mount with so many descriptors can be served. The state is a struct kvfs_held, of whatever build. 0; -EPROTONOSUPPORT: of another version;
+ * -EBADMSG: it is none; -EPROTO: it has flags that this build does not know; -EINVAL: numbers that cannot be. Changes nothing. */
+int kvfs_held_check(const void *state, uint32_t size, uint32_t count, struct kvfs_versions *out);
 /* Serve a mount that an earlier daemon served: all its descriptors (taken over, also after a failure), and what it agreed on. The kernel sends its requests
- * without an answer again, and looks all names up again. -EPROTONOSUPPORT: of another version; -EINVAL: numbers that cannot be; -EOPNOTSUPP: there are
- * exports, and that kernel does not look for changes by them. */
+ * without an answer again, and looks all names up again. As kvfs_held_check(), or -EOPNOTSUPP: there are exports, and that kernel does not look for changes
+ * by them. */
 int kvfs_fuse_take(struct kvfs_plane *plane, const int *fds, uint32_t count, const struct kvfs_held *held);
 /* Answer what is under way, for at most this time, take nothing more, and end the transport. The mount waits for the next daemon. */
 void kvfs_fuse_leave(struct kvfs_plane *plane, uint32_t timeout_ms);

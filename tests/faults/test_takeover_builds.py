@@ -1,23 +1,31 @@
 """Builds of other versions under one mount. A newer daemon takes an older holder's mount, and the other way round. A
-mount that a build does not know stays for the one that left it."""
+mount that a build does not know stays for the one that left it.
+
+The other builds have a data plane of their own, with newer versions of all that a holder keeps.
+"""
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import signal
 import struct
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 
 import helpers
 import pytest
 from builds import make_build
-from helpers import KIB, content, mount_device
-from test_held_mounts import HeldPool, _kernel, in_thread  # noqa: F401
+from helpers import KIB, content, mount_device, wait_until
+from test_held_mounts import HeldPool, _kernel, errno_of, in_thread, meanwhile  # noqa: F401
 
 from kvfs.hold.claim import claim
 
 _VERSION_AT = struct.Struct("=I"), 8  # of journal and list of written inodes, behind the magic number
+BOTH, ONLY_NEW = (1, 2), (2, 2)  # versions of what is held that a newer build knows
 
 
 @pytest.fixture
@@ -30,7 +38,7 @@ def pool() -> Iterator[HeldPool]:
 
 @pytest.mark.slow
 def test_a_mount_goes_to_a_newer_build_and_back(pool: HeldPool) -> None:
-    old, new = pool.program, make_build(pool.base, "99.9")
+    old, new = pool.program, make_build(pool.base, "99.9", held=BOTH)
     data = content(300 * KIB, 1)
     pool.hold()
     pool.start()
@@ -46,6 +54,89 @@ def test_a_mount_goes_to_a_newer_build_and_back(pool: HeldPool) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             mapped.madvise(mmap.MADV_DONTNEED)
             assert mapped[:] == data
+    assert versions(pool) == {"state": 1, "written": 1, "journal": 1}
+
+
+@pytest.mark.slow
+def test_a_newer_build_s_mount_is_refused_by_an_older_one_and_taken_back(pool: HeldPool) -> None:
+    """Nothing is changed by the one that refuses. The list of written inodes has a layout here that it cannot read."""
+    old, pool.program = pool.program, make_build(pool.base, "99.9", held=BOTH)
+    new = pool.program
+    pool.hold(new)
+    pool.start()
+    assert versions(pool) == {"state": 2, "written": 2, "journal": 2}
+    for turn, number in enumerate((signal.SIGKILL, signal.SIGTERM)):
+        for name in ("a", "b"):
+            (pool.mount / name).write_bytes(name.encode() * 5000)
+        os.sync()
+        go_on = meanwhile(pool, lambda: opened(pool), lambda fd: errno_of(lambda: os.write(fd, b"y")))  # type: ignore[arg-type]
+        (pool.mount / "a").rename(pool.mount / f"c{turn}")
+        (pool.mount / "b").unlink()
+        pool.end(number)
+        waits = in_thread((pool.mount / f"c{turn}").read_bytes)
+        before = index_of(pool)
+        pool.program = old
+        with pytest.raises(helpers.CommandError, match=r"version 2, and this build knows version 1: start the build"):
+            pool.start()
+        assert index_of(pool) == before
+        assert mount_device(pool.mount) is not None
+        pool.program = new
+        pool.start()
+        assert waits() == b"a" * 5000
+        assert go_on() == errno.EBADF
+        (pool.mount / "open").unlink(missing_ok=True)
+        assert sorted(os.listdir(pool.mount)) == [f"c{number}" for number in range(turn + 1)]
+
+
+@pytest.mark.slow
+def test_a_build_that_reads_no_older_versions_leaves_the_mount_to_the_former(pool: HeldPool) -> None:
+    pool.hold()
+    pool.start()
+    (pool.mount / "a").write_bytes(b"a")
+    os.sync()
+    (pool.mount / "a").rename(pool.mount / "b")
+    pool.end(signal.SIGKILL)
+    waits = in_thread((pool.mount / "b").read_bytes)
+    before, old = index_of(pool), pool.program
+    pool.program = make_build(pool.base, "99.9", held=ONLY_NEW)
+    with pytest.raises(helpers.CommandError, match=r"an answer to INIT of version 1, and this build knows version 2"):
+        pool.start()
+    assert index_of(pool) == before
+    pool.program = old
+    pool.start()
+    assert waits() == b"a"
+    assert os.listdir(pool.mount) == ["b"]
+
+
+@pytest.mark.slow
+def test_take_overs_by_two_builds_die_in_the_middle(pool: HeldPool) -> None:
+    data = content(200 * KIB, 2)
+    programs = (make_build(pool.base, "99.9", held=BOTH), pool.program)
+    pool.hold()
+    pool.start()
+    (pool.mount / "a").write_bytes(data)
+    os.sync()
+    (pool.mount / "a").rename(pool.mount / "b")
+    pool.end(signal.SIGKILL)
+    read = in_thread((pool.mount / "b").read_bytes)
+    for turn, delay_s in enumerate((0.0, 0.1, 0.2, 0.3, 0.5, 0.7)):
+        words = ["mount", str(pool.path), str(pool.mount), *pool.mount_args, "--foreground"]
+        process = subprocess.Popen(
+            [sys.executable, *programs[turn % 2], *words],
+            cwd=helpers.REPOSITORY, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        wait_until(lambda p=process: f"process {p.pid} has it" in pool.held(), "the claim of the next daemon")
+        time.sleep(delay_s)  # the moment is the point of the test
+        process.kill()
+        process.wait()
+    for program in programs:
+        pool.program = program
+        pool.start()
+        assert read() == data
+        assert os.listdir(pool.mount) == ["b"]
+        pool.end(signal.SIGKILL)
+    pool.start()
+    assert (pool.mount / "b").read_bytes() == data
 
 
 @pytest.mark.slow
@@ -65,8 +156,8 @@ def test_a_daemon_and_a_holder_that_share_no_version_name_both(pool: HeldPool) -
     pool.start()
     (pool.mount / "a").write_bytes(b"a")
     pid = pool.end(signal.SIGKILL)
-    old, pool.program = pool.program, make_build(pool.base, "99.9", oldest=2, newest=3)
-    with pytest.raises(helpers.CommandError, match="protocol version 1; this end speaks 2 to 3"):
+    old, pool.program = pool.program, make_build(pool.base, "99.9", oldest=3, newest=4)
+    with pytest.raises(helpers.CommandError, match="protocol version 2; this end speaks 3 to 4"):
         pool.start()
     pool.program = old
     pool.start()
@@ -74,7 +165,7 @@ def test_a_daemon_and_a_holder_that_share_no_version_name_both(pool: HeldPool) -
     assert (pool.mount / "a").read_bytes() == b"a"
 
 
-@pytest.mark.parametrize("what", ["journal", "written"])
+@pytest.mark.parametrize("what", ["journal", "written", "state"])
 def test_what_this_build_does_not_know_stays_for_the_one_that_does(pool: HeldPool, what: str) -> None:
     """The test stands for that build: it changes a number in what the holder keeps."""
     pool.hold()
@@ -86,31 +177,45 @@ def test_what_this_build_does_not_know_stays_for_the_one_that_does(pool: HeldPoo
     (pool.mount / "b").unlink()
     pool.end(signal.SIGKILL)
     waits = in_thread((pool.mount / "c").read_bytes)
-    number = version(pool, what, 9)
+    former = change(pool, what, struct.pack("=I", 9))
     before = index_of(pool)
-    with pytest.raises(helpers.CommandError, match=f"of version 9, and this build knows version {number}: start the"):
+    with pytest.raises(helpers.CommandError, match="of version 9, and this build knows version 1: start the build"):
         pool.start()
     assert index_of(pool) == before
     assert mount_device(pool.mount) is not None
-    version(pool, what, number)
+    change(pool, what, former)
     pool.start()
     assert waits() == b"a"
     assert os.listdir(pool.mount) == ["c"]
 
 
-def version(pool: HeldPool, what: str, number: int) -> int:
-    """Set the version of memory that the holder keeps. Returns the former."""
+def change(pool: HeldPool, what: str, version: bytes) -> bytes:
+    """Set the version of something that the holder keeps. Returns the former."""
     claimed = claim(pool.socket, str(pool.path), str(pool.mount), lambda _: False)
     try:
-        assert claimed.left is not None
-        fd = claimed.left.journal if what == "journal" else claimed.left.written
-        assert fd is not None
-        form, at = _VERSION_AT
-        (former,) = form.unpack(os.pread(fd, form.size, at))
-        os.pwrite(fd, form.pack(number), at)
-        return int(former)
+        left = claimed.left
+        assert left is not None
+        if what == "state":
+            claimed.put(version + left.state[4:], left.fuse, left.memories)
+            return left.state[:4]
+        (form, at), fd = _VERSION_AT, left.memories[what]
+        former = os.pread(fd, form.size, at)
+        os.pwrite(fd, version, at)
+        return former
     finally:
         claimed.close()
+
+
+def versions(pool: HeldPool) -> dict[str, int]:
+    """Of all that the daemon's holder keeps."""
+    found: dict[str, int] = pool.status()["holder"]["versions"]
+    return found
+
+
+def opened(pool: HeldPool) -> int:
+    fd = os.open(pool.mount / "open", os.O_RDWR | os.O_CREAT)
+    os.write(fd, b"x" * 100)
+    return fd
 
 
 def index_of(pool: HeldPool) -> bytes:

@@ -350,7 +350,7 @@ def test_take_overs_under_load_lose_nothing(capsys: pytest.CaptureFixture[str]) 
         pool.hold()
         pool.mount_args = ("--allow-other", "--hold", str(pool.socket))
         pool.start()
-        this, other = pool.program, make_build(pool.base, "99.9")
+        this, other = pool.program, make_build(pool.base, "99.9", held=(1, 2))
         for number in range(4):
             (pool.mount / f"kept{number}").write_bytes(kept)
             pool.command("pin", str(pool.mount / f"kept{number}"))

@@ -58,7 +58,9 @@ def test_what_was_left_is_taken() -> None:
     claim = service._claim("/p", "/m", whole())
     assert claim.left is not None
     assert (claim.left.state, claim.left.pid, claim.left.takeovers) == (b"\x01\x02", 7, 5)
-    assert len(claim.left.fuse) == 1 and claim.left.journal is not None and claim.left.idle_s is None
+    assert (
+        len(claim.left.fuse) == 1 and set(claim.left.memories) == {"written", "journal"} and claim.left.idle_s is None
+    )
     claim.close()
 
 
@@ -95,7 +97,7 @@ def test_descriptors_that_are_wrong_are_refused_by_name(
         ({"mountpoint": "/n"}, "/n of pool /p is kept for this unit, not /m of pool /p"),
         ({"pool": 3}, "pool: a text of 1 to 4096 characters"),
         ({"state": "xx"}, "state: hexadecimal digits"),
-        ({"v": 2}, "protocol version 2; this end speaks 1"),
+        ({"v": 9}, "protocol version 9; this end speaks 1 to 2"),
     ],
 )
 def test_another_mount_is_refused(monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], said: str) -> None:
@@ -106,8 +108,37 @@ def test_another_mount_is_refused(monkeypatch: pytest.MonkeyPatch, changes: dict
 
 def test_descriptors_that_kvfs_did_not_store_are_closed_and_told_of(caplog: pytest.LogCaptureFixture) -> None:
     claim = service._claim("/p", "/m", {"http": [null()]})
-    assert claim.left is None and "descriptors http, which kvfs has not put into systemd's store" in caplog.text
+    assert claim.left is None and "descriptors http, which this kvfs does not put into systemd's store" in caplog.text
     claim.close()
+
+
+def test_the_words_keep_the_version_of_the_build_that_made_the_mount(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that build reads them again, and is told of no memory that it has no word for. Names that the one in between
+    does not know go as it puts its own."""
+    manager, magic = ServiceManager(tmp_path, 20), memory()
+    monkeypatch.setenv("NOTIFY_SOCKET", str(manager.path))
+    try:
+        for version in (1, 2):
+            given = whole(v=version) | {"kvfs-other": [memory()]}
+            service.notify("FDSTORE=1\nFDNAME=kvfs-other\nFDPOLL=0", given["kvfs-other"])
+            claim = service._claim("/p", "/m", given)
+            assert claim.left is not None
+            service.barrier()
+            assert manager.names() == ["kvfs-other"]
+            claim.put(claim.left.state, claim.left.fuse, {**claim.left.memories, "magic": magic})
+            service.barrier()
+            names = ["kvfs-fuse", "kvfs-journal", "kvfs-state", "kvfs-watch", "kvfs-written"]
+            assert manager.names() == sorted([*names, *(["kvfs-magic"] if version == 2 else [])])
+            assert json.loads(service._read(claim._state))["v"] == version
+            claim.drop()
+            for name in set(manager.names()):
+                manager.take(name)
+            claim.close()
+    finally:
+        os.close(magic)
+        manager.close()
 
 
 def test_fewer_descriptors_than_there_were_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
@@ -163,7 +194,7 @@ def test_what_is_put_is_known_by_its_name_and_a_full_store_is_seen(
             manager.maximum = maximum
             claim = service.claim("/p", "/m")
             if fits:
-                claim.put(b"\x01", fds[:2], fds[2], fds[3])
+                claim.put(b"\x01", fds[:2], {"written": fds[2], "journal": fds[3]})
                 assert manager.names() == [
                     "kvfs-fuse", "kvfs-fuse", "kvfs-journal", "kvfs-state", "kvfs-watch", "kvfs-written",
                 ]  # fmt: skip
@@ -175,7 +206,7 @@ def test_what_is_put_is_known_by_its_name_and_a_full_store_is_seen(
                 with pytest.raises(
                     HoldError, match=r"systemd does not keep the mount: .*too small.*set it to 6 or more"
                 ):
-                    claim.put(b"\x01", fds[:2], fds[2], fds[3])
+                    claim.put(b"\x01", fds[:2], {"written": fds[2], "journal": fds[3]})
                 service.barrier()
             assert manager.names() == []
             claim.close()

@@ -63,4 +63,22 @@ static inline int sealed_peek(int fd, void *out, size_t size) {
     return 0;
 }
 
+/* Memory that outlives builds begins so, in all its versions. */
+struct sealed_head {
+    uint64_t magic;
+    uint32_t version;
+};
+
+/* Its version, or 0 where it has none: *version. -EBADMSG: it is other memory; -EPROTONOSUPPORT: the version is not one of these. 0 or -errno. */
+static inline int sealed_version(int fd, uint64_t magic, uint32_t oldest, uint32_t newest, uint32_t *version) {
+    struct sealed_head head;
+    int64_t size = sealed_size(fd);
+    int r = size < 0 ? (int)size : sealed_peek(fd, &head, sizeof(head));
+
+    *version = r < 0 || head.magic != magic ? 0 : head.version;
+    if (r == 0 && head.magic != magic)
+        r = -EBADMSG;
+    return r < 0 ? r : head.version < oldest || head.version > newest ? -EPROTONOSUPPORT : 0;
+}
+
 #endif

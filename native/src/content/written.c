@@ -60,15 +60,21 @@ static int earlier_find(struct written *written) {
     return 0;
 }
 
-int written_keep(struct kvfs_plane *plane, int fd) {
+int kvfs_written_check(int fd, struct kvfs_versions *out) {
     struct written_header header;
-    int64_t size = sealed_size(fd);
-    int r = size < 0 ? (int)size : size != WRITTEN_SIZE ? -EBADMSG : sealed_peek(fd, &header, sizeof(header));
-    assert(!plane->written);
-    if (r == 0 && (header.magic != WRITTEN_MAGIC || header.places != WRITTEN_PLACES))
+    *out = (struct kvfs_versions){.oldest = KVFS_WRITTEN_OLDEST, .newest = KVFS_WRITTEN_VERSION};
+    int r = sealed_version(fd, WRITTEN_MAGIC, out->oldest, out->newest, &out->found);
+    if (r == 0)
+        r = sealed_peek(fd, &header, sizeof(header));
+    if (r == 0 && (header.places != WRITTEN_PLACES || sealed_size(fd) != WRITTEN_SIZE))
         r = -EBADMSG;
-    if (r == 0 && header.version != KVFS_WRITTEN_VERSION)
-        r = -EPROTONOSUPPORT;
+    return r;
+}
+
+int written_keep(struct kvfs_plane *plane, int fd) {
+    struct kvfs_versions versions;
+    int r = kvfs_written_check(fd, &versions);
+    assert(!plane->written);
     if (r < 0)
         return r;
     struct written *written = calloc(1, sizeof(*written));

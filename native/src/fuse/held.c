@@ -41,15 +41,30 @@ int kvfs_fuse_held(struct kvfs_plane *plane, int *fds, uint32_t capacity, struct
     return (int)transport->server_count;
 }
 
-static int held_check(struct kvfs_plane *plane, uint32_t count, const struct kvfs_held *held) {
-    if (held->version != KVFS_HELD_VERSION || !flags_are_known(held->flags))
+int kvfs_held_check(const void *state, uint32_t size, uint32_t count, struct kvfs_versions *out) {
+    struct kvfs_held held = {0};
+    memcpy(&held, state, min_u64(size, sizeof(held)));
+    *out = (struct kvfs_versions){held.version, KVFS_HELD_OLDEST, KVFS_HELD_VERSION};
+    if (held.version < KVFS_HELD_OLDEST || held.version > KVFS_HELD_VERSION)
         return -EPROTONOSUPPORT;
+    if (size != sizeof(held))
+        return -EBADMSG;
+    if (!flags_are_known(held.flags))
+        return -EPROTO;
     bool reserved = false;
-    for (uint32_t i = 0; i < sizeof(held->reserved) / sizeof(held->reserved[0]); i++)
-        reserved |= held->reserved[i] != 0;
-    if (!count || count > SERVERS_MAX || reserved || held->minor < MINOR_RESEND || held->minor > MINOR_MAX || held->max_read < KVFS_PAGE_SIZE ||
-        held->max_read > (READ_SLOTS - 1) * CHUNK_SIZE || held->max_write < KVFS_PAGE_SIZE || held->max_write > CHUNK_SIZE)
+    for (uint32_t i = 0; i < sizeof(held.reserved) / sizeof(held.reserved[0]); i++)
+        reserved |= held.reserved[i] != 0;
+    if (!count || count > SERVERS_MAX || reserved || held.minor < MINOR_RESEND || held.minor > MINOR_MAX || held.max_read < KVFS_PAGE_SIZE ||
+        held.max_read > (READ_SLOTS - 1) * CHUNK_SIZE || held.max_write < KVFS_PAGE_SIZE || held.max_write > CHUNK_SIZE)
         return -EINVAL;
+    return 0;
+}
+
+static int held_check(struct kvfs_plane *plane, uint32_t count, const struct kvfs_held *held) {
+    struct kvfs_versions versions;
+    int r = kvfs_held_check(held, sizeof(*held), count, &versions);
+    if (r < 0)
+        return r;
     return atomic_load(&plane->fuse->guest_count) && !(held->flags & FUSE_AUTO_INVAL_DATA) ? -EOPNOTSUPP : 0;
 }
 

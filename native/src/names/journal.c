@@ -20,6 +20,7 @@ struct asked {
     bool inherited; /* of the former daemon */
 };
 struct journal {
+    uint32_t version; /* the one in which it was made */
     struct journal_header *header;
     uint8_t *ring;
     uint64_t size; /* of the ring */
@@ -266,21 +267,25 @@ int kvfs_journal_make(uint64_t size) {
 
 /* Map a journal, and take its header's word for nothing. 0 or -errno. */
 static int map(int fd, bool write, struct journal *out) {
+    uint32_t version;
+    int r = sealed_version(fd, JOURNAL_MAGIC, KVFS_JOURNAL_OLDEST, KVFS_JOURNAL_VERSION, &version);
+    *out = (struct journal){.version = version};
+    if (r < 0)
+        return r;
     int64_t size = sealed_size(fd);
-    if (size < 0)
-        return (int)size;
     if (size < KVFS_JOURNAL_SIZE_MIN || (uint64_t)size > KVFS_JOURNAL_SIZE_MAX || size % KVFS_PAGE_SIZE)
         return -EBADMSG;
     void *memory = mmap(NULL, (uint64_t)size, write ? PROT_READ | PROT_WRITE : PROT_READ, MAP_SHARED, fd, 0);
     if (memory == MAP_FAILED)
         return -errno;
     struct journal_header *header = memory;
-    int r = header->magic != JOURNAL_MAGIC ? -EBADMSG : header->version != KVFS_JOURNAL_VERSION ? -EPROTONOSUPPORT : 0;
-    if (r == 0 && (header->header_size != JOURNAL_HEADER_SIZE || header->size != (uint64_t)size || !header->id ||
-                   header->checksum != kvfs_checksum(header, offsetof(struct journal_header, checksum), 0)))
+    if (header->header_size != JOURNAL_HEADER_SIZE || header->size != (uint64_t)size || !header->id ||
+        header->checksum != kvfs_checksum(header, offsetof(struct journal_header, checksum), 0))
         r = -EBADMSG;
-    *out = (struct journal){
-        .header = header, .ring = (uint8_t *)memory + JOURNAL_HEADER_SIZE, .size = (uint64_t)size - JOURNAL_HEADER_SIZE, .id = header->id};
+    out->header = header;
+    out->ring = (uint8_t *)memory + JOURNAL_HEADER_SIZE;
+    out->size = (uint64_t)size - JOURNAL_HEADER_SIZE;
+    out->id = header->id;
     out->head = atomic_load_explicit(&header->head, memory_order_acquire);
     out->tail = atomic_load_explicit(&header->tail, memory_order_acquire);
     out->sequence = atomic_load_explicit(&header->sequence, memory_order_acquire);
@@ -293,6 +298,16 @@ static int map(int fd, bool write, struct journal *out) {
 }
 
 static void unmap(struct journal *journal) { munmap(journal->header, journal->size + JOURNAL_HEADER_SIZE); }
+
+int kvfs_journal_check(int fd, struct kvfs_versions *out) {
+    struct journal journal;
+    *out = (struct kvfs_versions){.oldest = KVFS_JOURNAL_OLDEST, .newest = KVFS_JOURNAL_VERSION};
+    int r = map(fd, false, &journal);
+    out->found = journal.version;
+    if (r == 0)
+        unmap(&journal);
+    return r;
+}
 
 static bool record_fits(const struct kvfs_journal_entry *told, const void *data) {
     struct kvfs_inode_record record;
