@@ -19,7 +19,7 @@ import stat
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -127,6 +127,25 @@ def examine(devices: Sequence[str] = ()) -> list[Check]:
         except Exception as error:  # a broken probe is a finding, not a crash
             found.append(Check(name, "missing", f"cannot be examined: {error}", "see that it is there and answers"))
     return found
+
+
+def held_mount(status: Mapping[str, object], known: Mapping[str, tuple[int, int]]) -> Iterator[Check]:
+    """Whether this build takes over the mount that a pool's daemon, perhaps of another build, leaves to a holder."""
+    holder = status.get("holder")
+    versions = holder.get("versions") if isinstance(holder, Mapping) else None
+    if not isinstance(versions, Mapping):
+        return
+    others = [
+        f"{part} of version {versions[part]}, and this build knows {oldest} to {newest}"
+        for part, (oldest, newest) in known.items()
+        if isinstance(versions.get(part), int) and not oldest <= versions[part] <= newest
+    ]
+    if others:
+        yield Check(
+            "held mount", "missing", "; ".join(others), "stay with the build that runs; or kvfs umount and mount"
+        )
+    else:
+        yield Check("held mount", "ok", "this build can take it over from the daemon that runs")
 
 
 def render(checks: list[Check]) -> str:

@@ -72,6 +72,21 @@ def check_journal(fd: int) -> int:
     return _known("a journal of names", lambda out: lib.kvfs_journal_check(fd, out))
 
 
+def known() -> dict[str, tuple[int, int]]:
+    """The oldest and the newest version of each part that this build takes over, by its name in a status document."""
+    checks: dict[str, Callable[[Any], int]] = {
+        "state": lambda out: lib.kvfs_held_check(b"", 0, 1, out),
+        "written": lambda out: lib.kvfs_written_check(-1, out),
+        "journal": lambda out: lib.kvfs_journal_check(-1, out),
+    }
+    found: dict[str, tuple[int, int]] = {}
+    versions = ffi.new("struct kvfs_versions *")
+    for part, check in checks.items():
+        check(versions)
+        found[part] = int(versions.oldest), int(versions.newest)
+    return found
+
+
 def _known(what: str, check: Callable[[Any], int]) -> int:
     versions = ffi.new("struct kvfs_versions *")
     result = check(versions)

@@ -15,10 +15,11 @@ from kvfs.cli.arguments import Verbs
 from kvfs.cli.output import emit, note_lines
 from kvfs.cli.progress import Progress, told_by_daemon
 from kvfs.cli.targets import pool_of, status_of
-from kvfs.errors import UsageError, printable
+from kvfs.errors import KvfsError, UsageError, printable
 from kvfs.units import counted, format_size, size_text
 
 if TYPE_CHECKING:
+    from kvfs import doctor
     from kvfs.store.fsck import FsckReport
 
 
@@ -268,10 +269,20 @@ def _doctor(args: argparse.Namespace) -> int:
     from kvfs import doctor
 
     checks = doctor.examine(args.device)
+    checks += [check for place in args.device if Path(place).is_dir() for check in _held_mount(Path(place))]
     status = 1 if any(check.fatal for check in checks) else 0
     document = {"checks": [asdict(check) for check in checks], "mount_can_work": status == 0}
     emit(args, document, lambda: doctor.render(checks))
     return status
+
+
+def _held_mount(pool: Path) -> list[doctor.Check]:
+    from kvfs import doctor, held
+
+    try:
+        return list(doctor.held_mount(status_of(pool), held.known()))
+    except KvfsError as error:
+        return [doctor.Check("held mount", "note", f"{pool}: its daemon cannot be asked: {error}")]
 
 
 def add_fsck(verbs: Verbs) -> None:

@@ -90,15 +90,18 @@ def test_a_newer_build_s_mount_is_refused_by_an_older_one_and_taken_back(pool: H
 
 @pytest.mark.slow
 def test_a_build_that_reads_no_older_versions_leaves_the_mount_to_the_former(pool: HeldPool) -> None:
+    newest = make_build(pool.base, "99.9", held=ONLY_NEW)
     pool.hold()
     pool.start()
+    assert "this build can take it over" in doctor(pool, pool.program)
+    assert "state of version 1, and this build knows 2 to 2" in doctor(pool, newest)
     (pool.mount / "a").write_bytes(b"a")
     os.sync()
     (pool.mount / "a").rename(pool.mount / "b")
     pool.end(signal.SIGKILL)
     waits = in_thread((pool.mount / "b").read_bytes)
     before, old = index_of(pool), pool.program
-    pool.program = make_build(pool.base, "99.9", held=ONLY_NEW)
+    pool.program = newest
     with pytest.raises(helpers.CommandError, match=r"an answer to INIT of version 1, and this build knows version 2"):
         pool.start()
     assert index_of(pool) == before
@@ -148,6 +151,18 @@ def test_a_newer_holder_serves_an_older_daemon(pool: HeldPool) -> None:
     pool.program = new
     pool.take_over(signal.SIGKILL)
     assert (pool.mount / "a").read_bytes() == b"a"
+
+
+@pytest.mark.slow
+def test_an_older_holder_serves_a_newer_daemon(pool: HeldPool) -> None:
+    pool.hold(make_build(pool.base, "0.1", newest=1))
+    pool.start()
+    (pool.mount / "a").write_bytes(b"a")
+    os.sync()
+    (pool.mount / "a").rename(pool.mount / "b")
+    pool.take_over(signal.SIGKILL)
+    assert (pool.mount / "b").read_bytes() == b"a"
+    assert os.listdir(pool.mount) == ["b"]
 
 
 @pytest.mark.slow
@@ -210,6 +225,15 @@ def versions(pool: HeldPool) -> dict[str, int]:
     """Of all that the daemon's holder keeps."""
     found: dict[str, int] = pool.status()["holder"]["versions"]
     return found
+
+
+def doctor(pool: HeldPool, program: tuple[str, ...]) -> str:
+    """The line of a build on the mount that the present daemon would leave."""
+    done = subprocess.run(
+        [sys.executable, *program, "doctor", str(pool.path)], cwd=helpers.REPOSITORY, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    return "".join(line for line in done.stdout.splitlines() if line.startswith("held mount"))
 
 
 def opened(pool: HeldPool) -> int:

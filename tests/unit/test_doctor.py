@@ -8,6 +8,8 @@ import pytest
 
 from kvfs import doctor, units
 
+KNOWS = "this build knows"
+
 
 def test_every_check_says_what_it_found() -> None:
     checks = doctor.examine()
@@ -17,6 +19,28 @@ def test_every_check_says_what_it_found() -> None:
     for check in checks:
         assert check.state in ("ok", "missing", "note") and check.found and "\n" not in check.found
         assert check.action or check.state != "missing"
+
+
+@pytest.mark.parametrize(
+    ("status", "found"),
+    [
+        ({}, []),
+        ({"holder": {"pid": 7}}, []),  # a daemon that tells no versions
+        (
+            {"holder": {"versions": {"journal": 2, "later": 9}}},
+            [("ok", "this build can take it over from the daemon that runs")],
+        ),
+        (
+            {"holder": {"versions": {"journal": 3, "written": 0}}},
+            [("missing", f"written of version 0, and {KNOWS} 1 to 1; journal of version 3, and {KNOWS} 1 to 2")],
+        ),
+    ],
+)
+def test_a_held_mount_that_this_build_cannot_take_over_is_told_of(
+    status: dict[str, object], found: list[tuple[str, str]]
+) -> None:
+    checks = list(doctor.held_mount(status, {"written": (1, 1), "journal": (1, 2)}))
+    assert [(check.state, check.found) for check in checks] == found
 
 
 @pytest.mark.parametrize(
