@@ -15,7 +15,10 @@ import re
 import shlex
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from cffi import FFI
 from setuptools import Distribution
@@ -106,7 +109,15 @@ class BuildModule(build_ext):
     def build_extensions(self) -> None:
         own = [word for word in self.compiler.linker_so if not word.startswith(("-L", "-Wl,-rpath"))]
         self.compiler.linker_so = own
-        super().build_extensions()
+        # setuptools compiles one source after the other.
+        compile_all = self.compiler.compile
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+
+            def compile_beside(sources: list[str], **options: Any) -> list[str]:
+                return list(chain.from_iterable(threads.map(lambda one: compile_all([one], **options), sources)))
+
+            self.compiler.compile = compile_beside
+            super().build_extensions()
 
 
 def main() -> None:

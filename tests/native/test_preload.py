@@ -25,6 +25,7 @@ from helpers import (
     content,
     opened,
     read_file,
+    requires_io_uring,
     requires_program,
     requires_root,
     run,
@@ -888,6 +889,8 @@ def test_programs(directory, tmp_path, stats):
 @pytest.mark.parametrize("engine", ["psync", "pvsync2", "libaio", "io_uring"])
 def test_fio_reads_and_verifies(directory, stats, engine):
     requires_program("fio")
+    if engine == "io_uring":
+        requires_io_uring()  # fio's own
     words = [
         "--name=job",
         f"--filename={directory}/data",

@@ -30,7 +30,7 @@ int lane_take(struct kvfs_client *client, struct connection *connection, struct 
             connection->lane_count--;
             pthread_cond_signal(&connection->lane_idle);
             pthread_mutex_unlock(&connection->lock);
-            return client_fail(r, "%s: rings: %s%s", client->path, strerror(-r), ring_advice(r));
+            return client_fail(r, "%s: rings: %s%s", client->path, descriptor_reason(-r), ring_advice(r));
         }
         lane->connection = connection;
     }
