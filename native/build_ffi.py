@@ -133,7 +133,7 @@ def main() -> None:
     distribution = Distribution(
         {"name": "kvfs", "cmdclass": {"build_ext": BuildModule}, "cffi_modules": [f"native/build_ffi.py:{function}"]}
     )
-    distribution.finalize_options()
+    assert len(distribution.ext_modules) == 1  # finalize_options() would add it again
     command = distribution.get_command_obj("build_ext")
     command.build_lib, command.build_temp, command.force = str(work / "lib"), str(work), True
     command.ensure_finalized()
