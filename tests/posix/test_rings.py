@@ -20,6 +20,7 @@ from helpers import (
     assert_same,
     content,
     read_file,
+    requires_io_uring,
     rings_decided,
     run,
     wait_until,
@@ -40,6 +41,8 @@ def pool() -> Iterator[Pool]:
 
 def by_ring(pool: Pool) -> int:
     """Requests that have come by a ring."""
+    if pool.rings:
+        requires_io_uring()
     with ControlClient(pool.path) as client:
         return cast(int, cast(dict[str, Any], client.call("status"))["counters"]["ring_requests"])
 
