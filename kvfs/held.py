@@ -21,6 +21,15 @@ _UNKNOWN = {
 }
 
 
+class PartError(KvfsError):
+    """A part of a mount that is held, which this build cannot serve. `known`: the oldest and the newest version that it
+    can."""
+
+    def __init__(self, text: str, known: tuple[int, int]) -> None:
+        super().__init__(text)
+        self.known = known
+
+
 class HeldMount:
     """Of one plane."""
 
@@ -72,30 +81,16 @@ def check_journal(fd: int) -> int:
     return _known("a journal of names", lambda out: lib.kvfs_journal_check(fd, out))
 
 
-def known() -> dict[str, tuple[int, int]]:
-    """The oldest and the newest version of each part that this build takes over, by its name in a status document."""
-    checks: dict[str, Callable[[Any], int]] = {
-        "state": lambda out: lib.kvfs_held_check(b"", 0, 1, out),
-        "written": lambda out: lib.kvfs_written_check(-1, out),
-        "journal": lambda out: lib.kvfs_journal_check(-1, out),
-    }
-    found: dict[str, tuple[int, int]] = {}
-    versions = ffi.new("struct kvfs_versions *")
-    for part, check in checks.items():
-        check(versions)
-        found[part] = int(versions.oldest), int(versions.newest)
-    return found
-
-
 def _known(what: str, check: Callable[[Any], int]) -> int:
     versions = ffi.new("struct kvfs_versions *")
     result = check(versions)
     found, oldest, newest = int(versions.found), int(versions.oldest), int(versions.newest)
     if result == -errno.EPROTONOSUPPORT:
         known = f"version {newest}" if oldest == newest else f"versions {oldest} to {newest}"
-        raise KvfsError(f"{what} of version {found}, and this build knows {known}: start the build that left it")
+        why = f"{what} of version {found}, and this build knows {known}: start the build that left it"
+        raise PartError(why, (oldest, newest))
     if result < 0:
-        raise KvfsError(f"{what} {_UNKNOWN.get(-result, os.strerror(-result))}")
+        raise PartError(f"{what} {_UNKNOWN.get(-result, os.strerror(-result))}", (oldest, newest))
     return found
 
 

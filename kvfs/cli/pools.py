@@ -277,10 +277,11 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _held_mount(pool: Path) -> list[doctor.Check]:
-    from kvfs import doctor, held
+    from kvfs import doctor
+    from kvfs.daemon.holding import known_versions
 
     try:
-        return list(doctor.held_mount(status_of(pool), held.known()))
+        return list(doctor.held_mount(status_of(pool), known_versions()))
     except KvfsError as error:
         return [doctor.Check("held mount", "note", f"{pool}: its daemon cannot be asked: {error}")]
 

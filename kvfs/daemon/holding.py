@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import trio
@@ -16,7 +17,7 @@ from kvfs import journal
 from kvfs.daemon.options import MountOptions
 from kvfs.errors import KvfsError
 from kvfs.frontend import mount as mounting
-from kvfs.held import HeldMount, check_journal, check_state, check_written, written_make
+from kvfs.held import HeldMount, PartError, check_journal, check_state, check_written, written_make
 from kvfs.hold import service
 from kvfs.hold.claim import Claim, Left, claim
 from kvfs.hold.service import SYSTEMD
@@ -166,6 +167,21 @@ def _versions_of(state: bytes, descriptors: int, memories: Mapping[str, int]) ->
     return {
         "state": check_state(state, descriptors), **{role: _MEMORIES[role][0](fd) for role, fd in memories.items()}
     }  # fmt: skip
+
+
+def known_versions() -> dict[str, tuple[int, int]]:
+    """The oldest and the newest version of each part that this build takes over, by its name in status()."""
+    found: dict[str, tuple[int, int]] = {}
+    checks = {
+        "state": partial(check_state, b"", 0),
+        **{role: partial(check, -1) for role, (check, _) in _MEMORIES.items()},
+    }
+    for part, check in checks.items():
+        try:
+            check()  # of nothing, which cannot be served
+        except PartError as error:
+            found[part] = error.known
+    return found
 
 
 def _check_known(mountpoint: str, left: Left) -> dict[str, int]:

@@ -54,7 +54,7 @@ def test_a_mount_goes_to_a_newer_build_and_back(pool: HeldPool) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             mapped.madvise(mmap.MADV_DONTNEED)
             assert mapped[:] == data
-    assert versions(pool) == {"state": 1, "written": 1, "journal": 1}
+    assert set(versions(pool).values()) == {1}
 
 
 @pytest.mark.slow
@@ -64,7 +64,7 @@ def test_a_newer_build_s_mount_is_refused_by_an_older_one_and_taken_back(pool: H
     new = pool.program
     pool.hold(new)
     pool.start()
-    assert versions(pool) == {"state": 2, "written": 2, "journal": 2}
+    assert set(versions(pool).values()) == {2}
     for turn, number in enumerate((signal.SIGKILL, signal.SIGTERM)):
         for name in ("a", "b"):
             (pool.mount / name).write_bytes(name.encode() * 5000)

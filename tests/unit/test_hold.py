@@ -17,7 +17,7 @@ import trio
 import trio.testing
 
 from kvfs import journal
-from kvfs.daemon.holding import SETTLE_TURNS, Holding, _check_known
+from kvfs.daemon.holding import _MEMORIES, SETTLE_TURNS, Holding, _check_known, known_versions
 from kvfs.errors import KvfsError
 from kvfs.held import check_journal, check_state, check_written, written_make
 from kvfs.hold import claim as claims
@@ -449,6 +449,10 @@ def test_memory_that_is_none_is_refused_before_anything_is_changed(
         os.close(fd)
     with pytest.raises(KvfsError, match=f"^{what} "):
         check(-1)
+
+
+def test_a_build_says_which_versions_it_takes_over() -> None:
+    assert known_versions() == dict.fromkeys(("state", *_MEMORIES), (1, 1))
 
 
 def test_requests_of_earlier_daemons_are_let_go_of() -> None:
