@@ -1,4 +1,4 @@
-"""The memory that this process may have: its cgroup's limit, or else the machine's memory.
+"""The memory that this process may have: its cgroup's limit, or else the machine's memory. And how many processes.
 
 A container, a unit with MemoryMax= and a pod with limits are cgroups. Beyond the limit the kernel kills, and no call
 fails before. Sources: Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst of the kernel, cgroups(7).
@@ -7,13 +7,17 @@ fails before. Sources: Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/mem
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 _PROC = Path("/proc/self")
-# The name of the limit's file by the filesystem's type.
-_LIMIT_FILES = {"cgroup2": "memory.max", "cgroup": "memory.limit_in_bytes"}
+# The name of the limit's file by controller and by the filesystem's type.
+_LIMIT_FILES = {
+    "memory": {"cgroup2": "memory.max", "cgroup": "memory.limit_in_bytes"},
+    "pids": {"cgroup2": "pids.max", "cgroup": "pids.max"},
+}
 # Memory of a daemon beside staging and reads: interpreter, tables and rings. A small pool's daemon had 54 MiB in all.
 DAEMON_SIZE = 64 << 20
 # Staging and reads have no less; kvfs_plane.h calls it 16 chunks.
@@ -28,7 +32,7 @@ _DIGITS_MAX = 20
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """The smallest limit of a process's cgroups: bytes, and the file that has it."""
+    """The smallest limit of a process's cgroups: bytes, or a number of processes, and the file that has it."""
 
     size: int
     path: Path
@@ -54,29 +58,41 @@ def fitting(limit: Limit | None, staging: int, reads: int) -> tuple[int, int]:
 def memory_limit(proc: Path = _PROC) -> Limit | None:
     """The smallest memory limit of this process's cgroup and those above it, of either version. It is None if
     nothing here says one below the machine's memory."""
+    found = _smallest(proc, "memory")
+    return found if found is not None and found.size < machine_memory() else None
+
+
+def threads_told(proc: Path = _PROC) -> str:
+    """The limits of threads, as the end of an error. A thread counts as a process."""
+    found, processes = _smallest(proc, "pids"), resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    pids = "no limit is seen here" if found is None else f"{found.size} in {found.path}"
+    return f"pids.max: {pids}; ulimit -u: {'unlimited' if processes == resource.RLIM_INFINITY else processes}"
+
+
+def _smallest(proc: Path, controller: str) -> Limit | None:
     try:
         own = (proc / "cgroup").read_text(errors="surrogateescape")
         mounted = (proc / "mountinfo").read_text(errors="surrogateescape")
     except OSError:
         return None
     found: Limit | None = None
-    for kind, root, mountpoint in _hierarchies(mounted):
-        path = _own_path(own, kind)
+    for kind, root, mountpoint in _hierarchies(mounted, controller):
+        path = _own_path(own, kind, controller)
         for directory in [] if path is None else _directories(path, root, mountpoint):
-            limit = _read(directory / _LIMIT_FILES[kind])
+            limit = _read(directory / _LIMIT_FILES[controller][kind])
             if limit is not None and (found is None or limit.size < found.size):
                 found = limit
-    return found if found is not None and found.size < machine_memory() else None
+    return found
 
 
-def _hierarchies(mounted: str) -> Iterator[tuple[str, str, Path]]:
-    """The mounts of cgroups that may have memory limits: type, the cgroup that is their root, mount point."""
+def _hierarchies(mounted: str, controller: str) -> Iterator[tuple[str, str, Path]]:
+    """The mounts of cgroups that may have the controller's limits: type, the cgroup that is their root, mount point."""
     for line in mounted.splitlines():
         left, _, right = line.partition(" - ")
         fields, filesystem = left.split(" "), right.split(" ")
-        if len(fields) < 6 or len(filesystem) < 3 or filesystem[0] not in _LIMIT_FILES:
+        if len(fields) < 6 or len(filesystem) < 3 or filesystem[0] not in _LIMIT_FILES[controller]:
             continue
-        if filesystem[0] == "cgroup" and "memory" not in filesystem[2].split(","):
+        if filesystem[0] == "cgroup" and controller not in filesystem[2].split(","):
             continue
         yield filesystem[0], _unescaped(fields[3]), Path(_unescaped(fields[4]))
 
@@ -87,14 +103,14 @@ def _unescaped(text: str) -> str:
     return text
 
 
-def _own_path(own: str, kind: str) -> str | None:
-    """This process's cgroup in /proc/self/cgroup: of the memory controller of version 1, or of version 2."""
+def _own_path(own: str, kind: str, controller: str) -> str | None:
+    """This process's cgroup in /proc/self/cgroup: of the controller of version 1, or of version 2."""
     for line in own.splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if kind == "cgroup2" and number == "0" and not controllers:
             return path
-        if kind == "cgroup" and "memory" in controllers.split(","):
+        if kind == "cgroup" and controller in controllers.split(","):
             return path
     return None
 

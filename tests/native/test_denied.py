@@ -4,6 +4,7 @@ The filter is seccomp's (tests/denied.py), for the program that a test starts.
 """
 
 import json
+import re
 import select
 import subprocess
 import sys
@@ -160,5 +161,8 @@ def test_a_daemon_that_gets_no_thread_names_the_limit(own_pool):
     refused = run(sys.executable, *words, "mount", pool.path, pool.mount, "--foreground", check=False)
     assert refused.returncode == 1, refused.stdout
     assert f"kvfs: {pool.path}: no thread could be made: raise pids.max of the cgroup" in refused.stderr
+    assert re.search(
+        r"; pids\.max: (\d+ in /|no limit is seen here)\S*.*; ulimit -u: (\d+|unlimited)$", refused.stderr.strip()
+    )
     pool.start()
     assert client_of(pool) == "io_uring"

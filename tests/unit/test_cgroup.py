@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvfs import doctor
-from kvfs.cgroup import LEAST, Limit, memory_limit
+from kvfs.cgroup import LEAST, Limit, memory_limit, threads_told
 from kvfs.daemon import options as daemon_options
 from kvfs.daemon.options import MountOptions, fit_memory
 from kvfs.errors import KvfsError
@@ -25,7 +25,7 @@ class Tree:
         self.at.mkdir()
         mountpoint = str(self.at).replace(" ", "\\040")
         kind, line, options = (
-            ("cgroup2", f"0::{own}", "rw") if version == 2 else ("cgroup", f"4:memory:{own}", "memory")
+            ("cgroup2", f"0::{own}", "rw") if version == 2 else ("cgroup", f"4:memory,pids:{own}", "memory,pids")
         )
         (self.proc / "cgroup").write_text(f"9:name=systemd:/\n1:cpu,cpuacct:/else\n{line}\n")
         (self.proc / "mountinfo").write_text(
@@ -50,6 +50,16 @@ def test_the_smallest_limit_up_the_tree_counts(tmp_path: Path, version: int) -> 
     tree.limit("kubepods", f"{900 * MIB}\n")
     tree.limit("other", f"{MIB}\n")
     assert memory_limit(tree.proc) == Limit(200 * MIB, path)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_limit_of_threads_is_told_with_its_file(tmp_path: Path, version: int) -> None:
+    tree = Tree(tmp_path, "/a/b", version=version)
+    tree.limit("a/b", f"{MIB}\n").with_name("pids.max").write_text("max\n")
+    assert threads_told(tree.proc).startswith("pids.max: no limit is seen here; ulimit -u: ")
+    path = tree.limit("a", "max\n").with_name("pids.max")
+    path.write_text("20\n")
+    assert threads_told(tree.proc).startswith(f"pids.max: 20 in {path}; ulimit -u: ")
 
 
 @pytest.mark.parametrize("text", ["max\n", "9223372036854771712\n", "", "-1\n", "12 34\n", "\u0663\n", "9" * 40, "1e9"])

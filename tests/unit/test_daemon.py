@@ -14,11 +14,13 @@ from typing import cast
 
 import pytest
 
+from kvfs.daemon import process
 from kvfs.daemon.daemon import Daemon
 from kvfs.daemon.host import pid_file
 from kvfs.daemon.options import MountOptions, check_idmap
 from kvfs.daemon.process import _relay
-from kvfs.errors import DeadlineError, KvfsError, UsageError, first_error
+from kvfs.daemon.reporter import Reporter
+from kvfs.errors import DeadlineError, KvfsError, MissingFeatureError, UsageError, first_error
 from kvfs.plane import EventType
 from kvfs.store.store import Store
 
@@ -114,3 +116,19 @@ def test_whoever_mounts_after_the_last_transport_is_gone_may_wait() -> None:
     serving._store = cast(Store, SimpleNamespace(ending=lambda: told.append(serving._gone.is_set())))
     serving._on_event(EventType.TRANSPORTS_GONE, 0, 0)
     assert told == [False] and serving._gone.is_set()
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [RuntimeError("can't start new thread"), KvfsError("data plane: rings: EAGAIN; no thread could be made instead")],
+)
+def test_a_daemon_that_gets_no_thread_says_how_many_it_may_have(
+    monkeypatch: pytest.MonkeyPatch, failure: Exception
+) -> None:
+    def refused(*_: object) -> None:
+        raise failure
+
+    monkeypatch.setattr(process, "_prepare_and_serve", refused)
+    monkeypatch.setattr(process, "threads_told", lambda: "pids.max: 20 in /sys/fs/cgroup/pids.max")
+    with pytest.raises(MissingFeatureError, match=r"/pool: .*no thread could be made.*; pids\.max: 20 in /sys"):
+        process._run(MountOptions(pool=Path("/pool")), Reporter(None))
