@@ -24,6 +24,7 @@ from kvfs.csi.worker import Worker
 NAME = "csi.kvfs"
 _CALLS_AT_ONCE = 8
 _GRACE_S = 5
+_PATH_MAX = 107  # sockaddr_un, without the zero at its end
 _LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 log = logging.getLogger("kvfs.csi")
 
@@ -90,7 +91,10 @@ def handlers(services: Services, grpc: Any) -> list[Any]:
 
 
 def clear_socket(path: Path) -> None:
-    """Remove the socket of a plugin that ended; raises OSError if something else is there, or somebody listens."""
+    """Remove the socket of a plugin that ended. OSError: something else is there, somebody listens, or there is no
+    directory for it."""
+    if not path.parent.is_dir():
+        raise NotADirectoryError(f"{path.parent} is no directory")
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
@@ -115,6 +119,8 @@ def main(arguments: list[str] | None = None) -> int:
         (f"--mount {given.mount}: not an absolute path", not os.path.isabs(given.mount)),
         (f"--kubelet {given.kubelet}: not an absolute path", not os.path.isabs(given.kubelet)),
         (f"--endpoint {given.endpoint}: not an absolute path", not path.is_absolute()),
+        (f"--endpoint {path}: {len(os.fsencode(path))} bytes; the path of a socket has at most {_PATH_MAX}",
+         len(os.fsencode(path)) > _PATH_MAX),
         (f"--node-id of {len(given.node_id)} bytes: 1 to 256 are allowed", not 0 < len(given.node_id.encode()) <= 256),
         (f"--pool-name {given.pool_name}: no value of a label", not _LABEL.fullmatch(given.pool_name)),
         (f"--timeout {given.timeout:g}: 0.1 to 60 are allowed", not 0.1 <= given.timeout <= 60),

@@ -96,7 +96,14 @@ class Client:
     def ready(self, timeout_s: float) -> None:
         grpc.channel_ready_future(self.channel).result(timeout_s)
 
-    def raw(self, method: str, data: bytes, timeout_s: float = 60) -> bytes:
+    def is_ready(self) -> bool:
+        try:
+            self.ready(0.2)
+        except grpc.FutureTimeoutError:
+            return False
+        return True
+
+    def raw(self, method: str, data: bytes, timeout_s: float = 150) -> bytes:
         service, _ = METHODS[method]
         found: bytes = self.channel.unary_unary(f"/csi.v1.{service}/{method}")(data, timeout=timeout_s)
         return found

@@ -42,13 +42,17 @@ class Node:
         (self.kubelet / "pods").mkdir(parents=True)
         self.process = self.start()
         self.client = Client(str(self.socket))
-        self.client.ready(60 * slowness())
+        wait_until(self.is_ready, "the plugin")
         self.pods = 0
+
+    def is_ready(self) -> bool:
+        assert self.process.poll() is None, self.log.read_text()
+        return self.client.is_ready()
 
     def words(self, *more: str) -> list[str]:
         return [sys.executable, "-m", "kvfs.csi.server", "--endpoint", f"unix://{self.socket}", "--mount",
                 str(self.pool.mount), "--node-id", "node-a", "--kubelet", str(self.kubelet), "--pool-name", "fast",
-                "--timeout", str(TIMEOUT_S * slowness()), *more]  # fmt: skip
+                "--timeout", str(min(60, TIMEOUT_S * slowness())), *more]  # fmt: skip
 
     def start(self) -> subprocess.Popen[bytes]:
         with self.log.open("ab") as log:
@@ -339,6 +343,10 @@ def test_bytes_that_are_no_message_are_refused_and_the_plugin_lives(live: Node) 
 def test_a_second_plugin_does_not_take_the_socket(live: Node) -> None:
     ended = run(*live.words(), check=False)
     assert ended.returncode == 1 and "another plugin listens there" in ended.stderr
+    nowhere = run(*live.words(), "--endpoint", "/nowhere/x.sock", check=False)
+    assert nowhere.returncode == 1 and nowhere.stderr == (
+        "kvfs-csi: --endpoint /nowhere/x.sock: /nowhere is no directory\n"
+    )
     assert live.client.call("GetPluginInfo").name
 
 
@@ -523,6 +531,7 @@ def test_the_encoding_is_protobuf_s() -> None:
     (("--node-id", ""), "--node-id of 0 bytes"),
     (("--pool-name", "a b"), "--pool-name a b"),
     (("--timeout", "0"), "--timeout 0"),
+    (("--endpoint", f"/{'x' * 107}"), "108 bytes; the path of a socket has at most 107"),
 ])  # fmt: skip
 def test_a_wrong_option_is_named(words: tuple[str, ...], said: str) -> None:
     whole = ("--endpoint", "/nowhere/x.sock", "--mount", "/mnt", "--node-id", "n", *words)
