@@ -227,7 +227,9 @@ int kvfs_transport_count(struct kvfs_plane *plane);
 #define KVFS_HELD_VERSION 1 /* of those that are made; a mount keeps it */
 #define KVFS_HELD_OLDEST 1
 #define KVFS_WRITTEN_VERSION 1
+#define KVFS_WRITTEN_VERSION 1
 #define KVFS_WRITTEN_OLDEST 1
+#define KVFS_OPENS_VERSION 1
 #define KVFS_HELD_DESCRIPTORS_MAX 8
 /* The answer to INIT, as far as a later daemon must know it. */
 struct kvfs_held {
@@ -244,6 +246,11 @@ int kvfs_written_check(int fd, struct kvfs_versions *out);
 /* Keep that list, and know what earlier daemons left in it. Before kvfs_fuse_add() or kvfs_fuse_take(), once. The descriptor stays the caller's. -EBADMSG:
  * it is none; -EPROTONOSUPPORT: of another version. Mounts of this plane do without FUSE over io_uring from then on. */
 int kvfs_fuse_hold(struct kvfs_plane *plane, int written_fd);
+/* A list of the handles by which the mount's kernel reads: memory as that of kvfs_written_make(). */
+int kvfs_opens_make(void);
+/* Keep that list, and have again what earlier daemons gave out. Behind kvfs_fuse_hold() and kvfs_plane_join(), once, when the block table is full, and
+ * before any block may go. Errors as there: the plane is as it was. */
+int kvfs_opens_keep(struct kvfs_plane *plane, int opens_fd);
 /* Of the mount: its descriptors, which stay the plane's, and the answer to INIT. Returns how many, or -errno. -EAGAIN: INIT has not come. -EOPNOTSUPP: its
  * kernel does not send requests again (before Linux 6.9). */
 int kvfs_fuse_held(struct kvfs_plane *plane, int *fds, uint32_t capacity, struct kvfs_held *out);

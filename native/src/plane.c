@@ -197,6 +197,7 @@ static void nodes_free(struct kvfs_plane *plane) {
                     next = hold->next;
                     free(hold);
                 }
+                free(node->foreign);
                 free(node);
             }
 }
@@ -245,6 +246,7 @@ void kvfs_plane_destroy(struct kvfs_plane *plane) {
         arena_free(&plane->reading_small);
     }
     written_free(plane->written);
+    opens_free(plane->opens);
     events_free(&plane->events);
     kvfs_chains_destroy(plane->chains);
     free(plane->uses);

@@ -365,13 +365,13 @@ static void reset(void) {
         struct kvfs_record record;
         struct node *node;
         CHECK(node_open(plane, 2 + i, user_get(plane, 0), i == 0, &record, &node) == 0);
-        CHECK(handle_open(plane, guest->transport, node, user_get(plane, 0), i ? O_RDONLY : O_RDWR, i == 0, i != 0, &handles[i]) == 0);
+        CHECK(handle_open(plane, guest->transport, node, user_get(plane, 0), i ? O_RDONLY : O_RDWR, i == 0, i != 0, 0, &handles[i]) == 0);
     }
     struct kvfs_record record;
     struct node *node;
     handles[2] = 0;
     if (node_open(plane, slab, user_get(plane, 0), true, &record, &node) == 0)
-        CHECK(handle_open(plane, guest->transport, node, user_get(plane, 0), O_RDWR, true, false, &handles[2]) == 0);
+        CHECK(handle_open(plane, guest->transport, node, user_get(plane, 0), O_RDWR, true, false, 0, &handles[2]) == 0);
 }
 
 /* A chain as a driver makes it, around `size` bytes of FUSE request that come from the fuzzer, with a header whose length is right. */

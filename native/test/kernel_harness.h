@@ -33,6 +33,8 @@ static inline int answer(void **body, size_t *size) {
     CHECK(setsockopt(kernel, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof(limit)) == 0);
     for (;;) {
         ssize_t n = recv(kernel, reply, sizeof(reply), 0);
+        if (n < 0 && errno == EINTR) /* with a limit it is not begun again by itself */
+            continue;
         CHECK(n >= (ssize_t)sizeof(head));
         memcpy(&head, reply, sizeof(head));
         if (head.unique != unique)

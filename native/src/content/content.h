@@ -72,7 +72,8 @@ struct node {
     bool rewriting;
     struct kvfs_record *foreign;    /* a block of another node: where it was found. Set when the node is made */
     struct foreign_content content; /* as a kernel may have it */
-    pthread_mutex_t lock;           /* desc, file, *foreign, content */
+    uint32_t opens_place;           /* in the list of opens.c, of a foreign block; 0: none */
+    pthread_mutex_t lock;           /* desc, file, *foreign, content, opens_place */
     struct desc *desc;
     struct file *file;
     bool mappable;                       /* a handle could write by a mapping, of which no WRITE tells in time. Under the lock */
@@ -94,6 +95,7 @@ struct handle {
     uint32_t listed; /* a directory: inodes that the listing through this handle has made */
     bool writer;
     bool unread;   /* the first READ of some bytes, or else the close, is a use of the block */
+    bool earlier;  /* an earlier daemon gave it out */
     bool uncached; /* opened with FOPEN_DIRECT_IO: its kernel asks for no FSYNC behind a write with O_DSYNC, so the WRITE's own flag counts */
 };
 /* A kernel may bring a number of an earlier daemon, as a guest outlives its daemons. Numbers begin anywhere, so 1 of 2^42 is one of
@@ -104,6 +106,7 @@ struct handle_table {
     struct handle **chunks[4096]; /* 1024 handles each */
     uint32_t *free;
     uint32_t free_count, free_capacity, count;
+    uint32_t earlier_count, earlier_end; /* handles of earlier daemons; behind the last of them */
 };
 
 struct node *node_get(struct kvfs_plane *plane, uint64_t inode, bool create);
@@ -139,9 +142,9 @@ void node_unopen(struct kvfs_plane *plane, struct node *node, struct user *user,
  * asked. */
 bool node_promise(struct kvfs_plane *plane, uint64_t inode);
 int handles_init(struct kvfs_plane *plane);
-/* uses: to read by it is a use of the block. */
+/* uses: to read by it is a use of the block. unique: of a host's OPEN, by which the next daemon knows it; else 0. */
 int handle_open(struct kvfs_plane *plane, struct transport *transport, struct node *node, struct user *user, uint32_t flags, bool writer, bool uses,
-                uint64_t *fh);
+                uint64_t unique, uint64_t *fh);
 /* A READ has read some bytes by a handle that handle_find() has given out. */
 void handle_reads(struct kvfs_plane *plane, const struct handle *handle, uint64_t fh);
 /* Copies a handle of that inode and references its node once more; false: no such file handle. A copy, as a hostile guest may release the handle at any
@@ -157,6 +160,26 @@ struct node *handle_close(struct kvfs_plane *plane, struct transport *transport,
 void node_released(struct kvfs_plane *plane, struct node *node, bool was_writer);
 /* Close all handles of a transport. Returns the inode of a directory that Python is to release. Called again, *from on, until it returns 0. */
 uint64_t handles_drop(struct kvfs_plane *plane, struct transport *transport, uint32_t *from);
+
+/* Handles of earlier daemons, which opens.c has found. In the order of their places, before any other; their node is open once more. */
+int handle_restore(struct kvfs_plane *plane, const struct handle *from);
+void handles_adopt(struct kvfs_plane *plane, struct transport *transport); /* they are this transport's */
+void handles_asked_again(struct kvfs_plane *plane, uint64_t unique);       /* that OPEN had no answer: nobody knows its handle */
+void handles_forget(struct kvfs_plane *plane, uint64_t inode);             /* their kernel knows it no more */
+uint32_t handle_place_of(uint64_t number);
+
+/* ---- opens.c: which handles a host's kernel has, for the daemon after this one ---- */
+
+struct opens;
+void opens_free(struct opens *opens);
+/* By their place in the table of handles, with its lock held. */
+void opens_add(struct kvfs_plane *plane, uint32_t place, const struct handle *handle, uint64_t unique);
+void opens_remove(struct kvfs_plane *plane, uint32_t place);
+bool opens_asked(const struct kvfs_plane *plane, uint32_t place, uint64_t unique); /* whether that OPEN has made it */
+/* A foreign block of which the node has the record: it is new, or lies elsewhere; its content is known; it goes. With the node's lock held. */
+void opens_foreign_add(struct kvfs_plane *plane, struct node *node);
+void opens_foreign_read(struct kvfs_plane *plane, const struct node *node);
+void opens_foreign_remove(struct kvfs_plane *plane, const struct node *node);
 
 /* ---- lost.c ---- */
 
@@ -413,7 +436,7 @@ struct io_thread {
     struct kvfs_plane *plane;
     struct ring ring;
     bool batching;                 /* a slab's I/O is queued; more of it may follow at once */
-    struct request *waiting_reads; /* reads that wait for memory; oldest first */
+    struct request *waiting_reads; /* reads that wait for memory, or news; oldest first */
     struct request *waiting_last;
 };
 struct job {
@@ -441,6 +464,7 @@ struct request {
     uint64_t until_ns; /* READ: answered by then, over all its I/Os */
     uint32_t size;
     bool write, cached; /* cached: a WRITE of pages from its kernel's cache */
+    bool awaits_news;   /* READ of a foreign block that has gone from its place */
     bool waited;        /* WRITE: for staging */
     bool unread;        /* READ: of a handle by which nothing was read yet */
     uint8_t *payload;   /* WRITE: inside slots[0] */
@@ -460,7 +484,7 @@ struct request {
     struct kvfs_record record;
 };
 void read_submit(struct request *request);
-void reads_retry(struct io_thread *io); /* reads that wait for memory */
+void reads_retry(struct io_thread *io); /* reads that wait */
 struct request *request_get(struct kvfs_plane *plane);
 /* Some were got and not put. */
 bool requests_are_busy(struct kvfs_plane *plane);
@@ -476,6 +500,8 @@ void slow_add(struct kvfs_plane *plane, uint32_t opcode, uint64_t inode, uint64_
 int foreign_look(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t name_size, struct kvfs_record *out);
 /* The record of an inode of this node, or of a foreign block that was looked up. 0, -ENOENT, -EAGAIN. */
 int record_find(struct kvfs_plane *plane, uint64_t inode, struct kvfs_record *out);
+/* The same, and of a foreign block that is open. Without the shard's lock. */
+int record_find_open(struct kvfs_plane *plane, uint64_t inode, struct kvfs_record *out);
 /* A read of the node's block failed by its proofs, at the place in `failed`, or in `desc` where failed->header_pages is 0. True: it lies elsewhere by
  * now, and the node says where. */
 bool foreign_moved(struct kvfs_plane *plane, struct node *node, const struct kvfs_record *failed, const struct desc *desc);
@@ -597,6 +623,8 @@ struct kvfs_plane {
     uint32_t requests_busy;                             /* got and not put; under request_lock */
     atomic_ullong unparks;                              /* of those; changed under request_lock */
     struct written *written;                            /* NULL: no other process keeps such a list */
+    struct opens *opens;                                /* the same */
+    uint64_t news_until_ns;                             /* until then news of before the daemon's start are still to come */
     struct lost_handles *lost;                          /* NULL: the mount is of this daemon alone */
     struct fuse *fuse;                                  /* fuse/fuse.h */
     struct guests *guests;                              /* virtiofs/virtio.h */

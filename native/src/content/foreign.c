@@ -16,6 +16,15 @@ int record_find(struct kvfs_plane *plane, uint64_t inode, struct kvfs_record *ou
     return plane->pod && foreign_known_get(plane->known, inode, out, NULL) ? 0 : -ENOENT;
 }
 
+int record_find_open(struct kvfs_plane *plane, uint64_t inode, struct kvfs_record *out) {
+    int r = record_find(plane, inode, out);
+    struct node *node = r == -ENOENT && is_foreign(inode) ? node_get(plane, inode, false) : NULL;
+    if (node && node->foreign)
+        r = node_record(plane, node, out);
+    node_put(plane, node);
+    return r;
+}
+
 int node_record(struct kvfs_plane *plane, struct node *node, struct kvfs_record *out) {
     if (!node->foreign)
         return kvfs_table_find_inode(plane->table, node->inode, out);
@@ -48,6 +57,7 @@ bool foreign_proven(struct kvfs_plane *plane, struct node *node, const struct de
     if (!node->content.inode) {
         node->content = (struct foreign_content){desc->inode, desc->version};
         foreign_known_read(plane->known, node->inode, &node->content);
+        opens_foreign_read(plane, node);
     }
     pthread_mutex_unlock(&node->lock);
     return same;
@@ -72,6 +82,7 @@ bool foreign_moved(struct kvfs_plane *plane, struct node *node, const struct kvf
     pthread_mutex_lock(&node->lock);
     now.inode = node->inode;
     *node->foreign = now;
+    opens_foreign_add(plane, node);
     pthread_mutex_unlock(&node->lock);
     return true;
 }

@@ -15,7 +15,16 @@ int handles_init(struct kvfs_plane *plane) {
 
 static struct handle **handle_place(struct handle_table *table, uint32_t index) { return &table->chunks[index / 1024][index % 1024]; }
 
-static int handle_add(struct kvfs_plane *plane, const struct handle *from, uint64_t *fh) {
+uint32_t handle_place_of(uint64_t number) { return PLACE(number); }
+
+/* With the lock held: a chunk for the table's next place. */
+static bool chunk_there(struct handle_table *table, uint32_t place) {
+    struct handle ***chunk = &table->chunks[place / 1024];
+    return *chunk || (*chunk = calloc(1024, sizeof(struct handle *)));
+}
+
+/* unique: of the host's OPEN; 0: of none that a later daemon is told of. */
+static int handle_add(struct kvfs_plane *plane, const struct handle *from, uint64_t unique, uint64_t *fh) {
     struct handle_table *table = &plane->handles;
     struct handle *handle = calloc(1, sizeof(*handle));
     if (!handle)
@@ -28,11 +37,10 @@ static int handle_add(struct kvfs_plane *plane, const struct handle *from, uint6
         place = table->free[--table->free_count];
     } else if (table->count < 4096u * 1024u) {
         place = table->count;
-        struct handle ***chunk = &table->chunks[place / 1024];
-        if (!*chunk && !(*chunk = calloc(1024, sizeof(struct handle *))))
-            r = -ENOMEM;
-        else
+        if (chunk_there(table, place))
             table->count++;
+        else
+            r = -ENOMEM;
     } else {
         r = -ENFILE;
     }
@@ -40,6 +48,7 @@ static int handle_add(struct kvfs_plane *plane, const struct handle *from, uint6
         assert(!*handle_place(table, place));
         *handle_place(table, place) = handle;
         *fh = handle->number = ++table->last_salt << PLACE_BITS | place;
+        opens_add(plane, place, handle, unique);
     }
     pthread_mutex_unlock(&table->lock);
     if (r < 0) {
@@ -51,7 +60,7 @@ static int handle_add(struct kvfs_plane *plane, const struct handle *from, uint6
 }
 
 int handle_open(struct kvfs_plane *plane, struct transport *transport, struct node *node, struct user *user, uint32_t flags, bool writer, bool uses,
-                uint64_t *fh) {
+                uint64_t unique, uint64_t *fh) {
     struct handle handle = {.node = node, .transport = transport, .user = user, .flags = flags, .writer = writer, .unread = uses};
     if (writer && (flags & O_DIRECT || (flags & O_ACCMODE) == O_RDWR)) {
         pthread_mutex_lock(&node->lock);
@@ -62,12 +71,12 @@ int handle_open(struct kvfs_plane *plane, struct transport *transport, struct no
             written_is_sealed(plane, node->file, false);
         pthread_mutex_unlock(&node->lock);
     }
-    return handle_add(plane, &handle, fh);
+    return handle_add(plane, &handle, unique, fh);
 }
 
 int handle_open_directory(struct kvfs_plane *plane, struct transport *transport, uint64_t inode, uint64_t *fh) {
     struct handle handle = {.directory = inode, .transport = transport};
-    return handle_add(plane, &handle, fh);
+    return handle_add(plane, &handle, 0, fh);
 }
 
 static struct handle *handle_look(struct handle_table *table, struct transport *transport, uint64_t fh, uint64_t inode, bool directory) {
@@ -138,20 +147,24 @@ static void handle_free_place(struct handle_table *table, uint32_t place) {
     table->free[table->free_count++] = place;
 }
 
-/* Out of the table; the caller's now. */
-static struct handle *handle_take(struct handle_table *table, struct transport *transport, uint64_t fh, uint64_t inode, bool directory) {
+/* Out of the table; the caller's now. keeps: its kernel has it, and the next daemon's transport. */
+static struct handle *handle_take(struct kvfs_plane *plane, struct transport *transport, uint64_t fh, uint64_t inode, bool directory, bool keeps) {
+    struct handle_table *table = &plane->handles;
     pthread_mutex_lock(&table->lock);
     struct handle *handle = handle_look(table, transport, fh, inode, directory);
     if (handle) {
         *handle_place(table, PLACE(fh)) = NULL;
         handle_free_place(table, PLACE(fh));
+        table->earlier_count -= handle->earlier;
+        if (!keeps && !directory)
+            opens_remove(plane, PLACE(fh));
     }
     pthread_mutex_unlock(&table->lock);
     return handle;
 }
 
-struct node *handle_close(struct kvfs_plane *plane, struct transport *transport, uint64_t fh, uint64_t inode, bool *was_writer) {
-    struct handle *handle = handle_take(&plane->handles, transport, fh, inode, false);
+static struct node *close_handle(struct kvfs_plane *plane, struct transport *transport, uint64_t fh, uint64_t inode, bool *was_writer, bool keeps) {
+    struct handle *handle = handle_take(plane, transport, fh, inode, false, keeps);
     if (!handle)
         return NULL;
     struct node *node = handle->node;
@@ -167,8 +180,12 @@ struct node *handle_close(struct kvfs_plane *plane, struct transport *transport,
     return node;
 }
 
+struct node *handle_close(struct kvfs_plane *plane, struct transport *transport, uint64_t fh, uint64_t inode, bool *was_writer) {
+    return close_handle(plane, transport, fh, inode, was_writer, false);
+}
+
 bool handle_close_directory(struct kvfs_plane *plane, struct transport *transport, uint64_t fh, uint64_t inode) {
-    struct handle *handle = handle_take(&plane->handles, transport, fh, inode, true);
+    struct handle *handle = handle_take(plane, transport, fh, inode, true, false);
     if (handle)
         atomic_fetch_sub(&plane->count.open_handles, 1);
     free(handle);
@@ -234,10 +251,89 @@ uint64_t handles_drop(struct kvfs_plane *plane, struct transport *transport, uin
             continue;
         }
         bool was_writer = false;
-        struct node *node = handle_close(plane, transport, fh, inode, &was_writer);
+        struct node *node = close_handle(plane, transport, fh, inode, &was_writer, true);
         if (node) {
             node_released(plane, node, was_writer);
             node_put(plane, node);
         }
     }
+}
+
+/* ---- of earlier daemons ---- */
+
+int handle_restore(struct kvfs_plane *plane, const struct handle *from) {
+    struct handle_table *table = &plane->handles;
+    const uint32_t place = PLACE(from->number);
+    struct handle *handle = malloc(sizeof(*handle));
+    int r = handle ? 0 : -ENOMEM;
+    pthread_mutex_lock(&table->lock);
+    assert(place >= table->count); /* they come by their places, before all others */
+    while (r == 0 && table->count <= place) {
+        if (!chunk_there(table, table->count))
+            r = -ENOMEM;
+        else if (table->count++ != place)
+            handle_free_place(table, table->count - 1);
+    }
+    if (r == 0) {
+        *handle = *from;
+        *handle_place(table, place) = handle;
+        table->earlier_end = place + 1;
+        table->earlier_count++;
+        COUNT(plane, open_handles, 1);
+    }
+    pthread_mutex_unlock(&table->lock);
+    if (r < 0)
+        free(handle);
+    return r;
+}
+
+void handles_adopt(struct kvfs_plane *plane, struct transport *transport) {
+    struct handle_table *table = &plane->handles;
+    pthread_mutex_lock(&table->lock);
+    for (uint32_t i = 0; i < table->earlier_end; i++) {
+        struct handle *handle = *handle_place(table, i);
+        if (handle && handle->earlier)
+            handle->transport = transport;
+    }
+    pthread_mutex_unlock(&table->lock);
+}
+
+/* Of an inode; or if that is 0, the one that this OPEN has made. */
+static void earlier_close(struct kvfs_plane *plane, uint64_t inode, uint64_t unique) {
+    struct handle_table *table = &plane->handles;
+    for (uint32_t i = 0;; i++) {
+        struct handle *handle = NULL;
+        struct transport *transport = NULL;
+        uint64_t fh = 0, of = 0;
+        pthread_mutex_lock(&table->lock);
+        bool end = !table->earlier_count;
+        for (; !end && !handle && i < table->earlier_end; i += !handle) {
+            handle = *handle_place(table, i);
+            if (handle && !(handle->earlier && (inode ? handle->node->inode == inode : opens_asked(plane, i, unique))))
+                handle = NULL;
+        }
+        if (handle)
+            fh = handle->number, of = handle->node->inode, transport = handle->transport;
+        pthread_mutex_unlock(&table->lock);
+        if (!handle)
+            return;
+        bool was_writer = false;
+        struct node *node = handle_close(plane, transport, fh, of, &was_writer);
+        if (node) {
+            node_released(plane, node, was_writer);
+            node_put(plane, node);
+        }
+    }
+}
+
+void handles_asked_again(struct kvfs_plane *plane, uint64_t unique) { earlier_close(plane, 0, unique); }
+
+void handles_forget(struct kvfs_plane *plane, uint64_t inode) {
+    pthread_mutex_lock(&plane->handles.lock);
+    bool none = !plane->handles.earlier_count;
+    pthread_mutex_unlock(&plane->handles.lock);
+    struct node *node = none || !inode ? NULL : node_get(plane, inode, false);
+    if (node) /* it is open: as a rule one that is forgotten is not */
+        earlier_close(plane, inode, 0);
+    node_put(plane, node);
 }

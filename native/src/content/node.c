@@ -52,7 +52,15 @@ int node_open(struct kvfs_plane *plane, uint64_t inode, struct user *user, bool 
     int r = record_find(plane, inode, record);
     struct node *node = r == 0 ? node_get_locked(shard, inode, true) : NULL;
     struct node *failed = NULL;
-    const bool foreign = r == 0 && record->flags & KVFS_INODE_FOREIGN;
+    if (r == -ENOENT && is_foreign(inode) && (node = node_get_locked(shard, inode, false))) {
+        if (node->foreign) { /* open, and so long ago, or by an earlier daemon, that nobody else knows it */
+            r = node_record(plane, node, record);
+        } else {
+            failed = node;
+            node = NULL;
+        }
+    }
+    const bool foreign = r == 0 && record->flags & KVFS_INODE_FOREIGN, fresh = node && foreign && !node->foreign;
     if (node && foreign && !node->foreign && !(node->foreign = record_copy(record))) {
         failed = node;
         node = NULL;
@@ -61,6 +69,8 @@ int node_open(struct kvfs_plane *plane, uint64_t inode, struct user *user, bool 
         pthread_mutex_lock(&node->lock);
         if (!node->content.inode)
             node->content = foreign_known_content(plane->known, inode);
+        if (fresh)
+            opens_foreign_add(plane, node);
         pthread_mutex_unlock(&node->lock);
     }
     if (node && !hold_add(node, user)) {
@@ -121,6 +131,7 @@ void node_put(struct kvfs_plane *plane, struct node *node) {
         assert(!node->file);
         assert(!node->handles);
         assert(!node->leases);
+        opens_foreign_remove(plane, node);
         free(node->foreign);
         pthread_mutex_destroy(&node->lock);
         free(node);

@@ -61,7 +61,7 @@ static void read_finish(struct request *request, int error) {
         request->result = -ETIMEDOUT;
 }
 
-static void read_wait_memory(struct request *request) {
+static void read_wait(struct request *request) {
     struct io_thread *io = request->io;
     request->next = NULL;
     if (io->waiting_last)
@@ -188,6 +188,15 @@ static int extents_submit(struct request *request, uint32_t first, uint32_t last
     return r;
 }
 
+/* It failed its proofs where it was. True: it lies elsewhere, and is to be read there. */
+static bool read_follow(struct request *request) {
+    if (!foreign_moved(request->io->plane, request->node, &request->record, request->desc))
+        return false;
+    desc_put(request->desc);
+    request->desc = NULL;
+    return true;
+}
+
 /* Start (or start again) a read: request->node, offset, size are set; desc is known or not. */
 void read_submit(struct request *request) {
     struct kvfs_plane *plane = request->io->plane;
@@ -195,6 +204,11 @@ void read_submit(struct request *request) {
         read_finish(request, -EIO);
         return;
     }
+    if (request->awaits_news && !read_follow(request)) {
+        read_wait(request);
+        return;
+    }
+    request->awaits_news = false;
     if (!request->desc) {
         int r = node_record(plane, request->node, &request->record);
         if (r < 0 || !(request->record.flags & KVFS_INODE_SEALED) || request->record.header_pages == 0) {
@@ -212,7 +226,7 @@ void read_submit(struct request *request) {
     uint32_t first = (uint32_t)(request->offset / PAGE), last = (uint32_t)pages_of(end);
     request->skip = (uint32_t)(request->offset % PAGE);
     if (request->slot_count == 0 && !request->direct && !read_slots(plane, request, (last - first) * PAGE)) {
-        read_wait_memory(request);
+        read_wait(request);
         return;
     }
     request->groups_left = 1; /* our own reference, until all is queued */
@@ -279,12 +293,16 @@ static void read_foreign_complete(struct request *request, int error, uint64_t e
         read_succeed(request, end);
         return;
     }
-    if (error == -EBADMSG && request->groups_held == 0 && request->retries++ < 4 &&
-        foreign_moved(plane, request->node, &request->record, request->desc)) {
-        desc_put(request->desc);
-        request->desc = NULL;
-        read_submit(request);
-        return;
+    if (error == -EBADMSG && request->groups_held == 0 && request->retries++ < 4) {
+        if (read_follow(request)) {
+            read_submit(request);
+            return;
+        }
+        if (now_ns() < plane->news_until_ns) { /* its owner may have told an earlier daemon, and this one hears of it soon */
+            request->awaits_news = true;
+            read_wait(request);
+            return;
+        }
     }
     if (error != -EBADMSG && error != -ESTALE && error != -ENOMEM) /* a header that the node has kept came without a look-up */
         foreign_avoid(plane, request->record.header_pages ? request->record.segment : request->desc->segment);

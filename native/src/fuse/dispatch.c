@@ -148,7 +148,7 @@ static void do_getattr(struct server *server, struct fuse_in_header *in) {
     struct kvfs_plane *plane = server->plane;
     struct kvfs_record record;
     bool promised = server->transport->guest && node_promise(plane, in->nodeid);
-    int r = record_find(plane, in->nodeid, &record);
+    int r = record_find_open(plane, in->nodeid, &record);
     if (r < 0 || record.flags & KVFS_INODE_ASK) { /* -ENOENT: perhaps a removed directory that is held open, which Python knows */
         struct fuse_getattr_in *get = (struct fuse_getattr_in *)(void *)(in + 1);
         get->getattr_flags = 0;
@@ -188,7 +188,7 @@ static void do_open(struct server *server, struct fuse_in_header *in) {
     memset(&out, 0, sizeof(out));
     if (r == 0) {
         bool uses = record.flags & KVFS_INODE_SEALED && process_opens(plane, caller_of(server->transport, in->pid), &record);
-        r = handle_open(plane, server->transport, node, user, open.flags, false, uses, &out.fh);
+        r = handle_open(plane, server->transport, node, user, open.flags, false, uses, once_number(server->transport, in->unique), &out.fh);
         if (r < 0) {
             struct shard *shard = shard_of(plane, in->nodeid);
             pthread_mutex_lock(&shard->lock);
@@ -596,10 +596,14 @@ static void do_forward(struct server *server, struct fuse_in_header *in) {
 }
 
 /* Nobody counts lookups (I26). But what the kernel has forgotten, nobody has open by a handle of before. */
-static void do_forget(struct server *server, struct fuse_in_header *in) {
-    if (server->transport->taken)
-        lost_forget(server->plane, in->nodeid);
+static void forget(struct server *server, uint64_t inode) {
+    if (!server->transport->taken)
+        return;
+    handles_forget(server->plane, inode);
+    lost_forget(server->plane, inode);
 }
+
+static void do_forget(struct server *server, struct fuse_in_header *in) { forget(server, in->nodeid); }
 
 /* As many as lie in the head of a request, and behind it, where the payload of a WRITE would be. */
 static void do_batch_forget(struct server *server, struct fuse_in_header *in) {
@@ -612,7 +616,7 @@ static void do_batch_forget(struct server *server, struct fuse_in_header *in) {
             memcpy(&one, server->head + at, sizeof(one));
         else
             memcpy(&one, server->landing->data + (at - REQUEST_HEAD), sizeof(one));
-        lost_forget(server->plane, one.nodeid);
+        forget(server, one.nodeid);
     }
 }
 

@@ -190,6 +190,8 @@ void mux_end(struct kvfs_plane *plane);
 
 /* ---- once.c: requests that are not done again when a kernel sends them to a later daemon ---- */
 
+/* By which a host's kernel would send this request again; 0: a guest's. */
+uint64_t once_number(const struct transport *transport, uint64_t unique);
 /* Changes of names by this thread are this request's until once_end(). False: a former daemon has done it, and it is answered. */
 bool once_begin(struct server *server, const struct fuse_in_header *in);
 void once_end(void);

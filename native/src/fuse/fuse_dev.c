@@ -180,6 +180,7 @@ int transport_take(struct kvfs_plane *plane, const int *fds, uint32_t count, con
         transport->max_read = held->max_read;
         transport_agreed(transport, held->minor, held->flags);
         atomic_store(&transport->initialized, true);
+        handles_adopt(plane, transport);
         r = lost_begin(plane);
         if (r == 0)
             r = ask_again(transport);

@@ -484,7 +484,7 @@ static int open_reply(struct kvfs_plane *plane, struct pending *p, uint64_t inod
     if (p->transport->guest && writer)
         atomic_store(&node->guest_wrote, true); /* before there is a handle to write by */
     bool uses = !writer && record.flags & KVFS_INODE_SEALED && process_opens(plane, caller_of(p->transport, p->pid), &record);
-    r = handle_open(plane, p->transport, node, user, p->flags, writer, uses, &fh);
+    r = handle_open(plane, p->transport, node, user, p->flags, writer, uses, once_number(p->transport, p->unique), &fh);
     if (r < 0) {
         struct shard *shard = shard_of(plane, inode);
         pthread_mutex_lock(&shard->lock);

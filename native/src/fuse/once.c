@@ -38,7 +38,11 @@ static bool answer_made(struct server *server, const struct fuse_in_header *in) 
     return true;
 }
 
+uint64_t once_number(const struct transport *transport, uint64_t unique) { return transport->guest ? 0 : unique & ~UNIQUE_RESEND; }
+
 bool once_begin(struct server *server, const struct fuse_in_header *in) {
+    if (in->unique & UNIQUE_RESEND && server->transport->taken && (in->opcode == FUSE_OPEN || in->opcode == FUSE_CREATE))
+        handles_asked_again(server->plane, in->unique & ~UNIQUE_RESEND);
     if (!is_once(server->transport, in->opcode))
         return true;
     uint64_t unique = in->unique & ~UNIQUE_RESEND;
