@@ -1,4 +1,4 @@
-"""A plane's mount that another process keeps for the next daemon: fuse/held.c and content/written.c."""
+"""A plane's mount that another process keeps for the next daemon: fuse/held.c, content/written.c, content/opens.c."""
 
 from __future__ import annotations
 
@@ -42,6 +42,11 @@ class HeldMount:
         Before the mount is served."""
         _check(lib.kvfs_fuse_hold(self._plane, written))
 
+    def keep_opens(self, opens: int) -> None:
+        """`opens`: memory of opens_make(), which is told what is open for reading. The handles that earlier daemons
+        gave out are there again. Behind begin(), before any block may go."""
+        _check(lib.kvfs_opens_keep(self._plane, opens))
+
     def state(self) -> tuple[list[int], bytes]:
         """The mount's descriptors, which stay the plane's, and what its kernel and the daemon have agreed on."""
         fds, held = ffi.new("int[]", lib.KVFS_HELD_DESCRIPTORS_MAX), ffi.new("struct kvfs_held *")
@@ -76,6 +81,11 @@ def check_written(fd: int) -> int:
     return _known("a list of written inodes", lambda out: lib.kvfs_written_check(fd, out))
 
 
+def check_opens(fd: int) -> int:
+    """The same of a list of open handles."""
+    return _known("a list of open handles", lambda out: lib.kvfs_opens_check(fd, out))
+
+
 def check_journal(fd: int) -> int:
     """The same of a journal of names."""
     return _known("a journal of names", lambda out: lib.kvfs_journal_check(fd, out))
@@ -92,6 +102,11 @@ def _known(what: str, check: Callable[[Any], int]) -> int:
     if result < 0:
         raise PartError(f"{what} {_UNKNOWN.get(-result, os.strerror(-result))}", (oldest, newest))
     return found
+
+
+def opens_make() -> int:
+    """Memory for a list of the handles by which is read. The descriptor is the caller's."""
+    return _check(lib.kvfs_opens_make())
 
 
 def written_make() -> int:

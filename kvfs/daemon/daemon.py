@@ -90,6 +90,8 @@ async def serve(
         foreign = None if podmap is None else ForeignNames(store, podmap)
         namespace = Namespace(store, foreign)
         daemon.join(store, foreign)
+        if holding is not None:
+            holding.begin(store.plane.held)
         clients = Clients(
             store, namespace, feed_size(), daemon.others, read_only=options.read_only, outlived=daemon.is_held
         )
@@ -253,8 +255,6 @@ class Daemon:
     async def _serve_mount(self, mountpoint: str) -> None:
         """Mount, or take the mount of an earlier daemon."""
         plane = self._store.plane
-        if self._holding is not None:
-            self._holding.begin(plane.held)
         if self._holding is not None and self._holding.taken:
             self._made = mounting.find_mount(mountpoint)
             self._holding.take(plane.held)

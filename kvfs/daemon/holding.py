@@ -17,11 +17,20 @@ from kvfs import journal
 from kvfs.daemon.options import MountOptions
 from kvfs.errors import KvfsError
 from kvfs.frontend import mount as mounting
-from kvfs.held import HeldMount, PartError, check_journal, check_state, check_written, written_make
+from kvfs.held import (
+    HeldMount,
+    PartError,
+    check_journal,
+    check_opens,
+    check_state,
+    check_written,
+    opens_make,
+    written_make,
+)
 from kvfs.hold import service
 from kvfs.hold.claim import Claim, Left, claim
 from kvfs.hold.service import SYSTEMD
-from kvfs.hold.words import JOURNAL, WRITTEN, HoldError, close_all, connection_of, process
+from kvfs.hold.words import JOURNAL, OPENS, WRITTEN, HoldError, close_all, connection_of, process
 from kvfs.journal import Fill
 from kvfs.names import Names
 from kvfs.pool.owner import Life, process_life
@@ -39,6 +48,7 @@ SETTLE_TURNS = 5
 _MEMORIES: dict[str, tuple[Callable[[int], int], Callable[[], int]]] = {
     WRITTEN: (check_written, written_make),
     JOURNAL: (check_journal, journal.make),
+    OPENS: (check_opens, opens_make),
 }
 _KERNEL_LIMITS = ("default_request_timeout", "max_request_timeout")
 _FUSE_SETTINGS = Path("/proc/sys/fs/fuse")
@@ -79,8 +89,9 @@ class Holding:
         }
 
     def begin(self, mount: HeldMount) -> None:
-        """Before the mount is served."""
+        """Before the mount is served, and before any block may go: some are open by handles of earlier daemons."""
         mount.begin(self._memories[WRITTEN])
+        mount.keep_opens(self._memories[OPENS])
 
     def take(self, mount: HeldMount) -> None:
         """Serve the mount that was left. KvfsError; it waits for the next daemon then."""

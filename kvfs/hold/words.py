@@ -42,9 +42,10 @@ VERSION, OLDEST = 2, 1
 SIZE_MAX = 16384
 FDS_MAX = 32
 TEXT_MAX = 4096
-# Roles: a clone of the mount's /dev/fuse; memory of the data plane (content/written.c, names/journal.c).
-FUSE, WRITTEN, JOURNAL = "fuse", "written", "journal"
-ROLES = (FUSE, WRITTEN, JOURNAL)
+# Roles: a clone of the mount's /dev/fuse; memory of the data plane (content/written.c, names/journal.c,
+# content/opens.c).
+FUSE, WRITTEN, JOURNAL, OPENS = "fuse", "written", "journal", "opens"
+ROLES = (FUSE, WRITTEN, JOURNAL, OPENS)
 ROLES_1 = (FUSE, WRITTEN, JOURNAL)  # as long as version 1 is spoken
 _ROLE = re.compile("[a-z]{1,32}")
 _FUSE_DEVICE = os.makedev(10, 229)  # Documentation/admin-guide/devices.txt

@@ -230,6 +230,7 @@ int kvfs_transport_count(struct kvfs_plane *plane);
 #define KVFS_WRITTEN_VERSION 1
 #define KVFS_WRITTEN_OLDEST 1
 #define KVFS_OPENS_VERSION 1
+#define KVFS_OPENS_OLDEST 1
 #define KVFS_HELD_DESCRIPTORS_MAX 8
 /* The answer to INIT, as far as a later daemon must know it. */
 struct kvfs_held {
@@ -248,6 +249,8 @@ int kvfs_written_check(int fd, struct kvfs_versions *out);
 int kvfs_fuse_hold(struct kvfs_plane *plane, int written_fd);
 /* A list of the handles by which the mount's kernel reads: memory as that of kvfs_written_make(). */
 int kvfs_opens_make(void);
+/* Whether it can be kept. 0 or as kvfs_opens_keep(). Changes nothing. */
+int kvfs_opens_check(int fd, struct kvfs_versions *out);
 /* Keep that list, and have again what earlier daemons gave out. Behind kvfs_fuse_hold() and kvfs_plane_join(), once, when the block table is full, and
  * before any block may go. Errors as there: the plane is as it was. */
 int kvfs_opens_keep(struct kvfs_plane *plane, int opens_fd);

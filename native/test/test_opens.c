@@ -154,7 +154,7 @@ static void test_a_block_stays_open_from_the_start_to_its_release(void) {
         wait_state(c, KVFS_NOT_OPEN);
     }
     CHECK(reads(a, fa, 1) == 0 && reads(a, fa2, 1) == 0 && reads(b, fb, 2) == 0);
-    CHECK(reads(b, fa, 2) == 0); /* that number is another block's; a block that is sealed reads on by any */
+    CHECK(reads(b, fa, 2) == 0); /* another block's number: one that is sealed reads on by any */
     release(a, fa);
     CHECK(reads(a, fa2, 1) == 0 && kvfs_inode_is_open(plane, a) == KVFS_OPEN);
     release(a, fa2);
@@ -297,7 +297,7 @@ static void test_a_full_list(void) {
     printf("ok a full list\n");
 }
 
-/* What a writer had, and what is open for writing, is not in the list. */
+/* Writers' handles are not in the list, and readers of what they write are dropped from it. */
 static void test_writers_are_not_in_the_list(void) {
     uint64_t fh, inode = create_with("w", O_WRONLY | O_CREAT, &fh);
     int error;

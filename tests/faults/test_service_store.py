@@ -131,7 +131,7 @@ def test_clones_that_were_dropped_are_told_of_and_the_mount_goes_on(unit: Unit) 
     unit.manager.take("kvfs-fuse", 2)
     unit.start()
     assert "systemd has kept 3 of 5 descriptors" in unit.manager.log()
-    assert "FileDescriptorStoreMax= of its unit must be 7 or more" in unit.manager.log()
+    assert "FileDescriptorStoreMax= of its unit must be 8 or more" in unit.manager.log()
     assert (unit.mount / "a").read_bytes() == b"kept"
 
 

@@ -180,7 +180,7 @@ def test_a_daemon_and_a_holder_that_share_no_version_name_both(pool: HeldPool) -
     assert (pool.mount / "a").read_bytes() == b"a"
 
 
-@pytest.mark.parametrize("what", ["journal", "written", "state"])
+@pytest.mark.parametrize("what", ["journal", "written", "opens", "state"])
 def test_what_this_build_does_not_know_stays_for_the_one_that_does(pool: HeldPool, what: str) -> None:
     """The test stands for that build: it changes a number in what the holder keeps."""
     pool.hold()

@@ -19,13 +19,13 @@ import trio.testing
 from kvfs import journal
 from kvfs.daemon.holding import _MEMORIES, SETTLE_TURNS, Holding, _check_known, known_versions
 from kvfs.errors import KvfsError
-from kvfs.held import check_journal, check_state, check_written, written_make
+from kvfs.held import check_journal, check_opens, check_state, check_written, opens_make, written_make
 from kvfs.hold import claim as claims
 from kvfs.hold import holder as holders
 from kvfs.hold import words
 from kvfs.hold.claim import Left
 from kvfs.hold.holder import Held, Holder
-from kvfs.hold.words import FUSE, JOURNAL, WRITTEN, HoldError, receive, roles_of, send
+from kvfs.hold.words import FUSE, JOURNAL, OPENS, WRITTEN, HoldError, receive, roles_of, send
 from kvfs.names import Names
 
 # struct kvfs_held: version, minor, flags, max_read, max_write, reserved.
@@ -375,14 +375,18 @@ def test_a_holder_that_does_not_know_a_version_names_both(
 
 
 def test_what_another_build_left_is_refused_by_its_name_and_both_versions() -> None:
-    memories = {WRITTEN: written_make(), JOURNAL: journal.make()}
+    memories = {WRITTEN: written_make(), JOURNAL: journal.make(), OPENS: opens_make()}
     _check_known("/m", Left(STATE, [-1], memories, None, 7))
     _check_known("/m", Left(STATE, [-1], {WRITTEN: memories[WRITTEN]}, None, 7))
     for number in (0, 9, 2**32 - 1):
         why = f"/m: .* an answer to INIT of version {number}, and this build knows version 1: start the build that left"
         with pytest.raises(KvfsError, match=why):
             _check_known("/m", Left(struct.pack("=I", number) + STATE[4:], [-1], memories, None, 7))
-        for role, what in ((WRITTEN, "a list of written inodes"), (JOURNAL, "a journal of names")):
+        for role, what in (
+            (WRITTEN, "a list of written inodes"),
+            (JOURNAL, "a journal of names"),
+            (OPENS, "a list of open handles"),
+        ):
             former = os.pread(memories[role], 4, 8)
             os.pwrite(memories[role], struct.pack("=I", number), 8)
             why = f"/m: .* {what} of version {number}, and this build knows version 1: start the build that left it; "
@@ -429,7 +433,11 @@ def _memory(data: bytes, size: int, seals: int = fcntl.F_SEAL_SHRINK) -> int:
 
 @pytest.mark.parametrize(
     ("make", "check", "what"),
-    [(written_make, check_written, "a list of written inodes"), (journal.make, check_journal, "a journal of names")],
+    [
+        (written_make, check_written, "a list of written inodes"),
+        (journal.make, check_journal, "a journal of names"),
+        (opens_make, check_opens, "a list of open handles"),
+    ],
 )
 def test_memory_that_is_none_is_refused_before_anything_is_changed(
     make: Callable[[], int], check: Callable[[int], int], what: str

@@ -138,6 +138,8 @@ void missed_made(struct kvfs_plane *plane, uint64_t parent, const char *name);
 /* Count a handle on an inode that the table knows: 0, -ESTALE, -EAGAIN. Under the shard's lock, so that removal sees it or it sees removal. */
 int node_open(struct kvfs_plane *plane, uint64_t inode, struct user *user, bool writer, struct kvfs_record *record, struct node **out);
 void node_unopen(struct kvfs_plane *plane, struct node *node, struct user *user, bool writer);
+/* As record_find(), and of a foreign block that is open. Without the shard's lock. */
+int record_find_open(struct kvfs_plane *plane, uint64_t inode, struct kvfs_record *out);
 /* Promise a guest that the content of an open block stays for PROMISE_S seconds. False: it may change, or is not open. Called before the table is
  * asked. */
 bool node_promise(struct kvfs_plane *plane, uint64_t inode);
@@ -161,10 +163,10 @@ void node_released(struct kvfs_plane *plane, struct node *node, bool was_writer)
 /* Close all handles of a transport. Returns the inode of a directory that Python is to release. Called again, *from on, until it returns 0. */
 uint64_t handles_drop(struct kvfs_plane *plane, struct transport *transport, uint32_t *from);
 
-/* Handles of earlier daemons, which opens.c has found. In the order of their places, before any other; their node is open once more. */
+/* Handles of earlier daemons, which earlier.c has found. In the order of their places, before any other; their node is open once more. */
 int handle_restore(struct kvfs_plane *plane, const struct handle *from);
 void handles_adopt(struct kvfs_plane *plane, struct transport *transport); /* they are this transport's */
-void handles_asked_again(struct kvfs_plane *plane, uint64_t unique);       /* that OPEN had no answer: nobody knows its handle */
+void handles_asked_again(struct kvfs_plane *plane, uint64_t unique);       /* nobody has heard of that OPEN's handle */
 void handles_forget(struct kvfs_plane *plane, uint64_t inode);             /* their kernel knows it no more */
 uint32_t handle_place_of(uint64_t number);
 
@@ -500,8 +502,6 @@ void slow_add(struct kvfs_plane *plane, uint32_t opcode, uint64_t inode, uint64_
 int foreign_look(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t name_size, struct kvfs_record *out);
 /* The record of an inode of this node, or of a foreign block that was looked up. 0, -ENOENT, -EAGAIN. */
 int record_find(struct kvfs_plane *plane, uint64_t inode, struct kvfs_record *out);
-/* The same, and of a foreign block that is open. Without the shard's lock. */
-int record_find_open(struct kvfs_plane *plane, uint64_t inode, struct kvfs_record *out);
 /* A read of the node's block failed by its proofs, at the place in `failed`, or in `desc` where failed->header_pages is 0. True: it lies elsewhere by
  * now, and the node says where. */
 bool foreign_moved(struct kvfs_plane *plane, struct node *node, const struct kvfs_record *failed, const struct desc *desc);

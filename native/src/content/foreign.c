@@ -16,15 +16,6 @@ int record_find(struct kvfs_plane *plane, uint64_t inode, struct kvfs_record *ou
     return plane->pod && foreign_known_get(plane->known, inode, out, NULL) ? 0 : -ENOENT;
 }
 
-int record_find_open(struct kvfs_plane *plane, uint64_t inode, struct kvfs_record *out) {
-    int r = record_find(plane, inode, out);
-    struct node *node = r == -ENOENT && is_foreign(inode) ? node_get(plane, inode, false) : NULL;
-    if (node && node->foreign)
-        r = node_record(plane, node, out);
-    node_put(plane, node);
-    return r;
-}
-
 int node_record(struct kvfs_plane *plane, struct node *node, struct kvfs_record *out) {
     if (!node->foreign)
         return kvfs_table_find_inode(plane->table, node->inode, out);

@@ -1,7 +1,8 @@
 /* Handles of earlier daemons, under a mount that was taken over: the kernel reads on by numbers that nobody here has given out.
  *
- * A sealed block needs the inode alone. It counts as open from the first READ by such a number to that number's RELEASE. How many there are, only the
- * kernel knows. It forgets an inode after the last close. So one of before that a request of this kernel removes or replaces counts as open until then. */
+ * These are the ones that opens.c has not: beyond its list, or of a daemon that kept none. A sealed block needs the inode alone. It counts as open from
+ * the first READ by such a number to that number's RELEASE. How many there are, only the kernel knows. It forgets an inode after the last close. So one of
+ * before that a request of this kernel removes or replaces counts as open until then. */
 #include "content/content.h"
 
 #include <sys/stat.h>

@@ -93,6 +93,15 @@ int node_open(struct kvfs_plane *plane, uint64_t inode, struct user *user, bool 
     return r == -ENOENT ? -ESTALE : r < 0 ? r : node ? 0 : -ENOMEM;
 }
 
+int record_find_open(struct kvfs_plane *plane, uint64_t inode, struct kvfs_record *out) {
+    int r = record_find(plane, inode, out);
+    struct node *node = r == -ENOENT && is_foreign(inode) ? node_get(plane, inode, false) : NULL;
+    if (node && node->foreign)
+        r = node_record(plane, node, out);
+    node_put(plane, node);
+    return r;
+}
+
 bool node_promise(struct kvfs_plane *plane, uint64_t inode) {
     struct node *node = node_get(plane, inode, false);
     if (!node)
