@@ -71,7 +71,7 @@ struct sealed_head {
 
 /* Its version, or 0 where it has none: *version. -EBADMSG: it is other memory; -EPROTONOSUPPORT: the version is not one of these. 0 or -errno. */
 static inline int sealed_version(int fd, uint64_t magic, uint32_t oldest, uint32_t newest, uint32_t *version) {
-    struct sealed_head head;
+    struct sealed_head head = {0};
     int64_t size = sealed_size(fd);
     int r = size < 0 ? (int)size : sealed_peek(fd, &head, sizeof(head));
 
