@@ -71,11 +71,12 @@ def connect(
     only exported; its directory then stands for the mount point. namespace: a relative path below it ("llama-3-8b",
     "team/llama"); "": the keys lie in path itself. It need not exist: the first put makes it. read_only: ask for no
     right to write. timeout_s: what a device or the daemon may take for an answer; a block whose device takes longer is
-    a miss. depth: blocks a call has in flight, 1 to 64. staging_size: bytes of memory for prestage(), at most. gpu: how
-    GPU memory is filled. "auto" takes the best that works here, a mode that is named and does not work is an error
-    (MissingFeatureError), None never touches CUDA. verify=False is for benchmarks only: wrong bytes are then possible.
-    paths: keys are the paths of files below the namespace ("a/b/name"), for files that others write through the mount
-    under names of their own.
+    a miss. Between two daemons of a mount that is held (kvfs hold) the next one may take as long to come. depth: blocks
+    a call has in flight, 1 to 64. staging_size: bytes of memory for prestage(), at most. gpu: how GPU memory is filled.
+    "auto" takes the best that works here, a mode that is named and does not work is an error (MissingFeatureError),
+    None never touches CUDA. verify=False is for benchmarks only: wrong bytes are then possible. paths: keys are the
+    paths of files below the namespace ("a/b/name"), for files that others write through the mount under names of their
+    own.
 
     Raises NotMountedError (no daemon answers), VersionError, DeadlineError, ValueError (an option), or ClientError with
     the errno of libkvfs. EINVAL or ENOTDIR: path is not a directory of a kvfs mount. ENOENT. EACCES: the daemon refuses

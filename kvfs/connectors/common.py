@@ -258,8 +258,8 @@ class Connection:
         return self._read(lambda client: client.done(keys), 0)
 
     def keep(self, keys: Sequence[Key], seconds: float) -> list[bool]:
-        """Which are kept for so long at least, as long as kvfs is not away."""
-        return self._read(lambda client: client.lease(keys, seconds).held, [False] * len(keys))
+        """Which are kept for so long at least, as long as kvfs is not away. Without a daemon none is."""
+        return self._write(lambda client: client.lease(keys, seconds).held, [False] * len(keys))
 
     def delete(self, keys: Sequence[Key]) -> list[bool]:
         return self._write(lambda client: client.delete(keys), [False] * len(keys))

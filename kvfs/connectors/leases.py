@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from kvfs.client.leases import Lease
-from kvfs.connectors.common import Connection
+from kvfs.connectors.common import Connection, State
 from kvfs.errors import KvfsError
 
 # A daemon that refuses, or does not answer, is left alone so long: look-ups do not wait for it again and again.
@@ -48,8 +48,9 @@ class Leases:
         self._paused_until = 0.0
 
     def take(self, keys: Sequence[bytes]) -> None:
-        """Hold what a look-up found. Asks the daemon, once."""
-        client, now = self._connection.client, time.monotonic()
+        """Hold what a look-up found. Asks the daemon, once; not one that is known to be away."""
+        client = self._connection.client if self._connection.state is State.UP else None
+        now = time.monotonic()
         if not keys or self.seconds <= 0 or client is None or now < self._paused_until:
             return
         try:

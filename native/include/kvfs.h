@@ -84,7 +84,7 @@ struct kvfs_put_options {
 /* path: a mount point of kvfs, a directory below one, or the pool's own directory, which stands for its mount point. space: a namespace, a
  * relative path ("llama-3-8b", "team/llama"); NULL or "": none, then keys lie in the directory itself. options may be NULL. -EINVAL: not a
  * kvfs mount, or no namespace. -ENOTCONN: no daemon. -EACCES: the daemon refuses this user. -EPROTO: a daemon of another version.
- * -ETIMEDOUT. */
+ * -ETIMEDOUT. Between two daemons of a mount that outlives them (kvfs hold) the next one is waited for, timeout_ms in all; then -ENOTCONN. */
 int kvfs_connect(const char *path, const char *space, const struct kvfs_options *options, struct kvfs_client **out);
 /* Waits for devices that have not answered, at most timeout_ms; memory that they still hold then stays the process's. */
 void kvfs_close(struct kvfs_client *client);

@@ -8,10 +8,11 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 
 import helpers
 import pytest
-from helpers import KIB, content, slowness, wait_until
+from helpers import KIB, Pool, content, slowness, wait_until
 from test_held_mounts import HeldPool, _kernel, in_thread, pool  # noqa: F401
 
 import kvfs
@@ -77,6 +78,47 @@ def test_without_a_next_daemon_a_call_fails_within_its_timeout(pool: HeldPool) -
     pool.start()
     with kvfs.connect(pool.mount, gpu=None) as client:
         assert client.get(b"old") == b"data"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, helpers.slow(signal.SIGTERM)])
+def test_who_connects_between_two_daemons_waits_for_the_next(pool: HeldPool, number: int) -> None:  # noqa: F811
+    (pool.mount / "space").mkdir()
+    with kvfs.connect(pool.mount, "space", gpu=None) as client:
+        client.put([(b"old", b"data")])
+    pool.end(number)
+    options = Options(str(pool.mount), timeout_s=60 * slowness())
+    waits = [
+        in_thread(lambda: kvfs.connect(pool.mount, "space", gpu=None, timeout_s=60 * slowness())),
+        in_thread(lambda: Connection(options, "space", engine="a test")),
+    ]
+    wait_until(lambda: (helpers.requests_waiting(pool.mount) or 9) >= 2, "questions to the mount")
+    pool.start()
+    connected, connection = (wait() for wait in waits)
+    assert isinstance(connected, kvfs.Client) and isinstance(connection, Connection)
+    with connected, closing(connection):
+        assert connected.put([(b"new", b"data")]) == [True]
+        assert connected.get(b"old") == b"data"
+        assert connection.exists([b"old", b"new"]) == [True, True]
+        assert (connection.state, connection.counters.lost) == (State.UP, 0)
+
+
+def test_who_connects_where_no_daemon_comes_fails_within_its_timeout(pool: HeldPool) -> None:  # noqa: F811
+    pool.end(signal.SIGKILL)
+    before = time.monotonic()
+    with pytest.raises(NotMountedError, match=r"no daemon answers: the mount waits for its next one.* 1000 ms"):
+        kvfs.connect(pool.mount, gpu=None, timeout_s=1)
+    assert 0.9 <= time.monotonic() - before < 10 * slowness()
+    pool.start()
+    kvfs.connect(pool.mount, gpu=None).close()
+
+
+def test_who_connects_to_a_mount_that_nobody_keeps_fails_at_once() -> None:
+    with Pool(files=2) as dead:
+        dead.kill()
+        before = time.monotonic()
+        with pytest.raises(NotMountedError, match="no daemon answers: it is not mounted"):
+            kvfs.connect(dead.mount, gpu=None, timeout_s=600)
+        assert time.monotonic() - before < 10 * slowness()
 
 
 @pytest.mark.slow
@@ -169,6 +211,24 @@ def test_a_connector_drops_no_store_in_a_take_over(pool: HeldPool) -> None:  # n
     assert connection.exists([b"first", b"queued", b"third"]) == [True] * 3
     assert (connection.state, connection.counters.dropped, connection.counters.lost) == (State.UP, 0, 0)
     connection.close()
+
+
+def test_a_connector_without_a_daemon_reads_on_whatever_it_asks(pool: HeldPool) -> None:  # noqa: F811
+    with closing(Connection(Options(str(pool.mount), timeout_s=0.5), "space", engine="a test")) as connection:
+        assert connection.put([(b"first", b"1")]) == [True]
+        pool.end(signal.SIGKILL)
+        assert connection.keep([b"first"], 60) == [False]
+        assert connection.delete([b"first"]) == [False]
+        assert connection.put([(b"second", b"2")]) == [False]
+        assert (connection.state, connection.exists([b"first"])) == (State.READING, [True])
+        begun = time.monotonic()
+        for _ in range(100):  # it is known to be away: none of them waits
+            assert connection.keep([b"first"], 60) == [False]
+        assert time.monotonic() - begun < 10 * slowness()
+        pool.start()
+        wait_until(lambda: connection.state is State.UP, "the next daemon")
+        assert connection.keep([b"first"], 60) == [True]
+        assert connection.counters.lost == 0
 
 
 ASKING = """

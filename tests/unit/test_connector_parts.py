@@ -10,7 +10,7 @@ import pytest
 
 from kvfs.connectors import leases as leases_
 from kvfs.connectors import versions
-from kvfs.connectors.common import Counters
+from kvfs.connectors.common import Counters, State
 from kvfs.connectors.leases import PAUSE_S, Leases
 from kvfs.connectors.lmcache import key_of
 from kvfs.connectors.metrics import Exporter
@@ -47,7 +47,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def held_by(client: Client | None, seconds: float = 10.0) -> Leases:
-    connection: Any = SimpleNamespace(client=client)
+    connection: Any = SimpleNamespace(client=client, state=State.UP if client else State.AWAY)
     return Leases(connection, seconds)
 
 
@@ -99,6 +99,17 @@ def test_a_daemon_that_gives_no_answer_is_left_alone_for_a_while(clock: list[flo
     assert client.alive == {2}
     leases.close()
     assert client.alive == set()
+
+
+def test_a_daemon_that_is_away_is_not_waited_for() -> None:
+    client = Client()
+    connection: Any = SimpleNamespace(client=client, state=State.READING)
+    leases = Leases(connection, 10.0)
+    leases.take([b"a"])
+    assert client.asked == []
+    connection.state = State.UP
+    leases.take([b"a"])
+    assert client.asked == [[b"a"]]
 
 
 def test_without_leases_nothing_is_asked() -> None:

@@ -4,6 +4,7 @@ engine.py MODEL MOUNT NAMESPACE makes the engine. Commands come as lines of JSON
 each has one line of answer. MODEL is a directory for config.json; the weights are made of a seed.
 """
 
+import dataclasses
 import json
 import os
 import sys
@@ -100,9 +101,9 @@ class Engine:
         self.do_settle()
         assert self.llm.reset_prefix_cache(reset_connector=True)
 
-    def do_read(self):
-        """Blocks read from kvfs until now."""
-        return self.tier._connection.counters.loaded
+    def do_counters(self):
+        """The connector's, until now."""
+        return dataclasses.asdict(self.tier._connection.counters)
 
     def do_state(self):
         return self.tier._connection.state.value

@@ -3,7 +3,7 @@
  * a connection over it, and answers. (kvfs/frontend/asked.py is its half.)
  *
  * A mount whose daemon stands still answers nobody, and the call cannot be broken off: a thread makes it, which stays until it returns. There is at
- * most one for each client. */
+ * most one for each client. One that is asked for nothing but an answer tells a mount that is held from a dead one: the dead one answers at once. */
 #include "base/descriptor.h"
 #include "client/client.h"
 
@@ -16,12 +16,13 @@
 #include <unistd.h>
 
 #define GREETING "KVFSASK1"
+#define AWAIT_PAUSE_US 2000 /* between two looks for the answer of a mount */
 
 /* Shared by client and thread. */
 struct ask {
     atomic_uint refs;
     atomic_bool done; /* result is set */
-    int theirs;       /* the end that the daemon takes; the thread's */
+    int theirs;       /* the end that the daemon takes; the thread's. -1: it is asked for no connection, but whether it answers */
     int result;
     char path[4096];
 };
@@ -46,10 +47,11 @@ static void *ask_main(void *argument) {
         ask->result = -errno;
     else if (about.f_type != FUSE_MAGIC) /* another filesystem would be asked for an attribute that it has never heard of */
         ask->result = -ENOTCONN;
-    else if (getxattr(ask->path, name, answer, sizeof(answer)) < 0)
+    else if (ask->theirs >= 0 && getxattr(ask->path, name, answer, sizeof(answer)) < 0)
         ask->result = -errno;
     atomic_store(&ask->done, true);
-    close(ask->theirs); /* the waiter at the other end wakes up */
+    if (ask->theirs >= 0)
+        close(ask->theirs); /* the waiter at the other end wakes up */
     ask_put(ask);
     return NULL;
 }
@@ -134,4 +136,16 @@ int ask_mount(struct kvfs_client *client, uint64_t deadline_ns) {
         return client_fail(-ENOTCONN, "%s: the mount's daemon said that it connects, and did not", client->path);
     const char *reason = why(result);
     return reason ? client_fail(-ENOTCONN, "%s: no connection by the mount: %s", client->path, reason) : -ESHUTDOWN;
+}
+
+int mount_await(struct kvfs_client *client, uint64_t deadline_ns) {
+    if (client->ask && atomic_load(&client->ask->done))
+        ask_forget(client);
+    int r = client->ask ? 0 : ask_start(client, -1, &client->ask);
+    while (r == 0 && !atomic_load(&client->ask->done)) {
+        if (now_ns() >= deadline_ns)
+            return -ETIMEDOUT;
+        usleep(AWAIT_PAUSE_US);
+    }
+    return r < 0 || !why(client->ask->result) ? -ENOTCONN : 0;
 }

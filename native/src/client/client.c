@@ -70,7 +70,7 @@ int client_open(const char *path, const char *pool, uint64_t base, const char *s
     strcpy(client->path, path);
     strcpy(client->pool, pool);
     place_of(path, client->place);
-    int r = connection_open(client, &client->connection);
+    int r = connection_first(client);
     if (r < 0) {
         ask_forget(client);
         free(client->hits);

@@ -235,6 +235,9 @@ int socket_open(struct kvfs_client *client, uint64_t deadline_ns); /* a descript
 
 /* A connection by the mount that the client's path lies in. -ESHUTDOWN, without a message: nothing of kvfs answers there. */
 int ask_mount(struct kvfs_client *client, uint64_t deadline_ns);
+/* Wait until the mount answers, as one that is held does once its next daemon comes. -ENOTCONN: nobody serves it, or it is none, which is told at once;
+ * -ETIMEDOUT: it is held, and none has come. It leaves kvfs_error() alone. */
+int mount_await(struct kvfs_client *client, uint64_t deadline_ns);
 void ask_forget(struct kvfs_client *client); /* at its end; an ask that waits goes by itself */
 
 /* ---- client/bounce.c ---- */
@@ -269,8 +272,10 @@ bool connection_overlaps(struct connection *connection, const uint8_t *data, uin
 
 /* ---- client/connection.c ---- */
 
-/* The first connection of a client. */
+/* A new one with the daemon that is there. */
 int connection_open(struct kvfs_client *client, struct connection **out);
+/* The first of a client. Between two daemons of a mount that is held it waits for the next one, timeout_ms in all. */
+int connection_first(struct kvfs_client *client);
 /* Every call begins here. Returns -ECHILD after fork, -ENOTCONN after an unmount; else the connection, reconnected if there is a new daemon. The
  * caller has a reference, which connection_put() gives back. */
 int connection_get(struct kvfs_client *client, struct connection **out);

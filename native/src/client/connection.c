@@ -331,6 +331,22 @@ int connection_open(struct kvfs_client *client, struct connection **out) {
     return r;
 }
 
+int connection_first(struct kvfs_client *client) {
+    uint64_t until = now_ns() + client->options.timeout_ms * 1000000ull;
+    int r = connection_open(client, &client->connection);
+    /* One that took no connection and answers on the mount lets no client in; or it has come, or gone, just now. */
+    for (uint32_t tries = 0; r == -ENOTCONN && tries < CLIENT_RETRIES; tries++) {
+        int answer = mount_await(client, until);
+        if (answer == -ETIMEDOUT)
+            return client_fail(r, "%s: no daemon answers: the mount waits for its next one, and none has come in %u ms", client->path,
+                               client->options.timeout_ms);
+        if (answer < 0)
+            break;
+        r = connection_open(client, &client->connection);
+    }
+    return r;
+}
+
 /* ---- the connection of a call ---- */
 
 /* client->lock is held: connections of daemons that are gone go when nothing needs them. */
