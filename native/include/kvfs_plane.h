@@ -227,7 +227,6 @@ int kvfs_transport_count(struct kvfs_plane *plane);
 #define KVFS_HELD_VERSION 1 /* of those that are made; a mount keeps it */
 #define KVFS_HELD_OLDEST 1
 #define KVFS_WRITTEN_VERSION 1
-#define KVFS_WRITTEN_VERSION 1
 #define KVFS_WRITTEN_OLDEST 1
 #define KVFS_OPENS_VERSION 1
 #define KVFS_OPENS_OLDEST 1
