@@ -375,7 +375,9 @@ class Vllm:
         amid = [one for one in self.rounds if any(one.began < end and one.ended > begin for begin, end in windows)]
         assert sum(one.found[0] for one in amid), "no block was found while daemons went and came"
         c, whole = self.counters, 2 * (self.TOKENS // 128) * 128
-        assert c["lost"] or all(one.found[0] == whole for one in self.rounds), "a look-up met no daemon, and missed"
+        less = [one for one in self.rounds if one.found[0] != whole]
+        # A device that takes longer than the connector's timeout makes a miss, and the block has to be stored again.
+        assert c["lost"] or c["failed_loads"] or not less, f"old prompts were not found whole: {less}; {c}"
         return (
             f"vLLM: {4 * len(self.rounds)} requests, {4 * len(amid)} of them in rounds with a take-over; blocks: "
             f"{c['loaded']} loaded, {c['stored']} stored, {c['failed_loads']} not loaded, {c['failed_stores']} not "
