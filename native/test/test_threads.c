@@ -311,9 +311,22 @@ static void test_no_more_threads(void) {
         finish(&ring, &waits[i]);
         CHECK(waits[i].result == 0);
     }
+    hang_device(1); /* its one thread is busy: what comes next asks for another, however fast I/O is */
+    uint8_t *back = malloc(2 * (size_t)RUN_SIZE);
+    CHECK(back);
+    io_start(&ring, false, back, RUN_SIZE, &waits[0]);
+    for (uint64_t until = now_ns() + 5000 * MS; !atomic_load(&hung); usleep(1000))
+        CHECK(now_ns() < until);
+    io_start(&ring, false, back + RUN_SIZE, RUN_SIZE, &waits[1]);
     ring_tell(&array, text, sizeof(text));
     CHECK(strstr(text, ": 2 of them; more were refused: raise pids.max or ulimit -u"));
+    atomic_store(&hangs, false);
+    for (unsigned i = 0; i < 2; i++) {
+        finish(&ring, &waits[i]);
+        CHECK(waits[i].result == 0 && memcmp(back + i * (size_t)RUN_SIZE, data, RUN_SIZE) == 0);
+    }
     atomic_store(&makes_left, -1);
+    free(back);
     free(data);
     ring_free(&ring);
     array_end();
