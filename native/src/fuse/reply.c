@@ -24,9 +24,9 @@ static void read_reply(struct request *request, uint32_t size) {
         skip = 0;
     }
     assert(left == 0);
-    request->server->transport->ops->reply(request->server, request->unique, 0, placed, iovs, count);
-    COUNT(plane, reads, 1);
+    COUNT(plane, reads, 1); /* before the reader can look at it */
     COUNT(plane, read_bytes, size);
+    request->server->transport->ops->reply(request->server, request->unique, 0, placed, iovs, count);
     slow_look(plane, FUSE_READ, request->node->inode, latency_add(plane, LATENCY_READ, request->arrived_ns));
 }
 
