@@ -189,7 +189,10 @@ static inline int answer_of(uint64_t id) {
         struct fuse_out_header head;
         struct timeval limit = {.tv_sec = 60};
         CHECK(setsockopt(kernel, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof(limit)) == 0);
-        CHECK(recv(kernel, reply, sizeof(reply), 0) >= (ssize_t)sizeof(head));
+        ssize_t n = recv(kernel, reply, sizeof(reply), 0);
+        if (n < 0 && errno == EINTR) /* as in answer() */
+            continue;
+        CHECK(n >= (ssize_t)sizeof(head));
         memcpy(&head, reply, sizeof(head));
         if (head.unique == id)
             return head.error;
