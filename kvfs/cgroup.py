@@ -62,6 +62,14 @@ def memory_limit(proc: Path = _PROC) -> Limit | None:
     return found if found is not None and found.size < machine_memory() else None
 
 
+def no_thread(error: BaseException) -> str | None:
+    """The text for an error by which Python got no thread. None: the error is another one."""
+    if not isinstance(error, RuntimeError) or "start new thread" not in str(error):  # Python's words for EAGAIN
+        return None
+    how = "raise pids.max of the cgroup (--pids-limit) or the limit of processes (ulimit -u)"
+    return f"no thread could be made: {how}; {threads_told()}"
+
+
 def threads_told(proc: Path = _PROC) -> str:
     """The limits of threads, as the end of an error. A thread counts as a process."""
     found, processes = _smallest(proc, "pids"), resource.getrlimit(resource.RLIMIT_NPROC)[0]

@@ -71,8 +71,8 @@ class HeldMount:
 
 
 def check_state(state: bytes, descriptors: int) -> int:
-    """The version of what an earlier daemon left as state(). KvfsError: this build cannot serve it. As the other two
-    it changes nothing."""
+    """The version of what an earlier daemon left as state(). KvfsError: this build cannot serve it. As the
+    others it changes nothing."""
     return _known("an answer to INIT", lambda out: lib.kvfs_held_check(state, len(state), descriptors, out))
 
 

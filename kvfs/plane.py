@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, cast
 import trio
 
 from kvfs._native import ffi, lib
+from kvfs.cgroup import threads_told
 from kvfs.errors import KvfsError, NamesFullError
 from kvfs.frames import Frames
 from kvfs.held import HeldMount
@@ -157,9 +158,9 @@ class _Job:
     until: float
 
 
-def failure(result: int, what: str) -> PlaneError:
+def failure(result: int, what: str, why: str = "") -> PlaneError:
     """The error for a negative result."""
-    error = PlaneError(f"{what}: {os.strerror(-result)}")
+    error = PlaneError(f"{what}: {why or os.strerror(-result)}")
     error.errno = -result
     return error
 
@@ -282,9 +283,8 @@ class Plane:
         result = lib.kvfs_plane_create(config, list(device_fds), list(zones_offset), flat, out)
         if result < 0:
             reason = ffi.string(lib.kvfs_plane_error()).decode(errors="replace") or os.strerror(-result)
-            error = PlaneError(f"data plane: {reason}")
-            error.errno = -result
-            raise error
+            limits = f"; {threads_told()}" if result == -errno.EAGAIN else ""
+            raise failure(result, "data plane", reason + limits)
         self._plane = out[0]
         self._closed = False
         # The reason why nobody waits for jobs any more.

@@ -105,7 +105,10 @@ def _guarded(command: Callable[[], int], as_json: bool, heard: signals.Signals) 
     except OSError as error:
         return fail(error, 1, f"{error.filename}: {error.strerror}" if error.filename else None)
     except Exception as error:  # our bug, but the user gets one line
-        return fail(error, 1, f"internal error: {type(error).__name__}: {error} (KVFS_DEBUG=1 shows where)")
+        from kvfs.cgroup import no_thread
+
+        internal = f"internal error: {type(error).__name__}: {error} (KVFS_DEBUG=1 shows where)"
+        return fail(error, 1, no_thread(error) or internal)
 
 
 def _fail(error: object, debug: bool, status: int, as_json: bool, text: str | None) -> int:

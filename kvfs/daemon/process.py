@@ -13,7 +13,7 @@ from typing import NoReturn
 import trio
 
 from kvfs import signals
-from kvfs.cgroup import threads_told
+from kvfs.cgroup import no_thread
 from kvfs.daemon.daemon import serve
 from kvfs.daemon.first import leave_first
 from kvfs.daemon.holding import hold
@@ -150,13 +150,10 @@ def _run(options: MountOptions, reporter: Reporter) -> int | None:
         return _prepare_and_serve(options, reporter)
     except BaseExceptionGroup as group:
         failure = first_error(group)
-    except (RuntimeError, KvfsError) as error:
+    except RuntimeError as error:
         failure = error
-    if isinstance(failure, RuntimeError) and "start new thread" in str(failure):  # Python's words for EAGAIN
-        how = "raise pids.max of the cgroup (--pids-limit) or the limit of processes (ulimit -u)"
-        raise MissingFeatureError(f"{options.pool}: no thread could be made: {how}; {threads_told()}") from failure
-    if isinstance(failure, KvfsError) and "no thread could be made" in str(failure):  # the data plane's words
-        raise MissingFeatureError(f"{options.pool}: {failure}; {threads_told()}") from failure
+    if text := no_thread(failure):
+        raise MissingFeatureError(f"{options.pool}: {text}") from failure
     raise failure from None
 
 

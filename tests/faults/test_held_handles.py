@@ -34,7 +34,7 @@ def test_a_sealed_file_without_a_name_reads_on(pool: HeldPool, number: int) -> N
                 seen.append(error.errno or -1)
         return seen
 
-    go_on = meanwhile(pool, begin, end)
+    go_on = meanwhile(pool.base, begin, end)
     pool.take_over(number)
     pool.take_over(number)
     seen = go_on()
@@ -73,7 +73,7 @@ def test_a_file_that_loses_its_name_after_the_take_over_reads_on_until_it_is_clo
             os.close(fd)
         return None
 
-    go_on = meanwhile(pool, begin, read)
+    go_on = meanwhile(pool.base, begin, read)
     pool.take_over(signal.SIGKILL)
     before = _used(pool)
     result = in_thread(go_on)

@@ -66,6 +66,21 @@ class HeldPool(Pool):
         self.start()
         assert mount_device(self.mount) == before
 
+    def die_in_the_middle(self, program: tuple[str | pathlib.Path, ...], delay_s: float) -> None:
+        """Start a daemon that takes the mount over, and kill it so long after its claim."""
+        words = [sys.executable, *program, "mount", str(self.path), str(self.mount), *self.mount_args, "--foreground"]
+        process = subprocess.Popen(
+            words,
+            cwd=helpers.REPOSITORY,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        wait_until(lambda: f"process {process.pid} has it" in self.held(), "the claim of the next daemon")
+        time.sleep(delay_s)  # the moment is the point of the test
+        process.kill()
+        process.wait()
+
     def held(self) -> str:
         return (self.base / "hold.log").read_text()
 
@@ -141,10 +156,12 @@ def test_readers_read_on_and_requests_wait(pool: HeldPool, number: int) -> None:
     assert 0 <= holder["journal"]["used"] < holder["journal"]["size"] and holder["journal"]["lost"] == 0
 
 
-def meanwhile(pool: HeldPool, before: Callable[[], object], after: Callable[[object], object]) -> Callable[[], object]:
+def meanwhile(
+    base: pathlib.Path, before: Callable[[], object], after: Callable[[object], object]
+) -> Callable[[], object]:
     """Run before() in a process of its own; the function returned then has it run after() with that, and returns the
     result."""
-    ready, go = pool.base / "ready", pool.base / "go"
+    ready, go = base / "ready", base / "go"
     for step in (ready, go):
         step.unlink(missing_ok=True)
 
@@ -183,7 +200,7 @@ def test_a_file_that_was_not_sealed_is_ebadf(pool: HeldPool, number: int) -> Non
         assert isinstance(fd, int)
         return [errno_of(call) for call in (lambda: os.write(fd, b"y"), lambda: os.fsync(fd), lambda: os.close(fd))]
 
-    go_on = meanwhile(pool, begin, end)
+    go_on = meanwhile(pool.base, begin, end)
     pool.take_over(number)
     assert go_on() == [errno.EBADF] * 3
     if number == signal.SIGTERM:  # sealed with what it had
@@ -211,7 +228,7 @@ def test_a_file_that_is_sealed_reads_on_though_its_writer_has_not_gone(pool: Hel
         os.posix_fadvise(early, 0, 0, os.POSIX_FADV_DONTNEED)
         return failed, os.pread(early, len(data), 0), path.read_bytes()
 
-    go_on = meanwhile(pool, begin, end)
+    go_on = meanwhile(pool.base, begin, end)
     pool.take_over(number)
     assert go_on() == (errno.EBADF, data, data)
 
@@ -244,7 +261,7 @@ def test_pages_that_were_never_sealed_are_served_to_nobody(pool: HeldPool) -> No
         os.posix_fadvise(early, 0, 0, os.POSIX_FADV_DONTNEED)
         return seen, read, mapped, errno_of(lambda: os.pread(early, 4096, 8192))
 
-    go_on = meanwhile(pool, begin, end)
+    go_on = meanwhile(pool.base, begin, end)
     pool.take_over(signal.SIGKILL)
     seen, read, mapped, error = go_on()  # type: ignore[misc]
     assert b"o" not in seen  # an error, or the content of before: none of each
@@ -313,14 +330,7 @@ def test_a_take_over_dies_in_the_middle_of_it(pool: HeldPool) -> None:
     pool.end(signal.SIGKILL)
     read = in_thread((pool.mount / "a").read_bytes)
     for delay_s in (0.0, 0.1, 0.3, 0.5):
-        process = subprocess.Popen(
-            [sys.executable, "-m", "kvfs", "mount", str(pool.path), str(pool.mount), *pool.mount_args, "--foreground"],
-            cwd=helpers.REPOSITORY, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-        wait_until(lambda p=process: f"process {p.pid} has it" in pool.held(), "the claim of the next daemon")
-        time.sleep(delay_s)  # the moment is the point of the test
-        process.kill()
-        process.wait()
+        pool.die_in_the_middle(pool.program, delay_s)
     pool.start()
     assert read() == data
     assert (pool.mount / "a").read_bytes() == data

@@ -46,7 +46,7 @@ def test_blocks_that_are_open_and_unread_outlive_the_eviction_of_all_others(pool
             os.close(fd)
         return seen
 
-    go_on = meanwhile(pool, begin, end)
+    go_on = meanwhile(pool.base, begin, end)
     pool.take_over(number)
     pool.take_over(number)
     evicted = int(pool.status()["counters"]["evicted_blocks"])
@@ -71,7 +71,7 @@ def test_a_block_counts_as_open_until_its_last_close(pool: HeldPool) -> None:
         wait_until((pool.base / "again").exists, "the second close")
         os.close(second)
 
-    go_on = meanwhile(pool, begin, end)
+    go_on = meanwhile(pool.base, begin, end)
     pool.take_over(signal.SIGKILL)
     assert int(pool.status()["counters"]["open_handles"]) == 2
     result = in_thread(go_on)

@@ -13,13 +13,12 @@ import signal
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 
 import helpers
 import pytest
 from builds import make_build
-from helpers import KIB, content, mount_device, wait_until
+from helpers import KIB, content, mount_device
 from test_held_mounts import HeldPool, _kernel, errno_of, in_thread, meanwhile  # noqa: F401
 
 from kvfs.hold.claim import claim
@@ -69,7 +68,7 @@ def test_a_newer_build_s_mount_is_refused_by_an_older_one_and_taken_back(pool: H
         for name in ("a", "b"):
             (pool.mount / name).write_bytes(name.encode() * 5000)
         os.sync()
-        go_on = meanwhile(pool, lambda: opened(pool), lambda fd: errno_of(lambda: os.write(fd, b"y")))  # type: ignore[arg-type]
+        go_on = meanwhile(pool.base, lambda: opened(pool), lambda fd: errno_of(lambda: os.write(fd, b"y")))  # type: ignore[arg-type]
         (pool.mount / "a").rename(pool.mount / f"c{turn}")
         (pool.mount / "b").unlink()
         pool.end(number)
@@ -123,15 +122,7 @@ def test_take_overs_by_two_builds_die_in_the_middle(pool: HeldPool) -> None:
     pool.end(signal.SIGKILL)
     read = in_thread((pool.mount / "b").read_bytes)
     for turn, delay_s in enumerate((0.0, 0.1, 0.2, 0.3, 0.5, 0.7)):
-        words = ["mount", str(pool.path), str(pool.mount), *pool.mount_args, "--foreground"]
-        process = subprocess.Popen(
-            [sys.executable, *programs[turn % 2], *words],
-            cwd=helpers.REPOSITORY, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-        wait_until(lambda p=process: f"process {p.pid} has it" in pool.held(), "the claim of the next daemon")
-        time.sleep(delay_s)  # the moment is the point of the test
-        process.kill()
-        process.wait()
+        pool.die_in_the_middle(programs[turn % 2], delay_s)
     for program in programs:
         pool.program = program
         pool.start()

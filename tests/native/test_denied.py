@@ -160,9 +160,11 @@ def test_a_daemon_that_gets_no_thread_names_the_limit(own_pool):
     words = [DENIED, "EPERM,EAGAIN:clone,EAGAIN:clone3", sys.executable, "-m", "kvfs"]
     refused = run(sys.executable, *words, "mount", pool.path, pool.mount, "--foreground", check=False)
     assert refused.returncode == 1, refused.stdout
-    assert f"kvfs: {pool.path}: no thread could be made: raise pids.max of the cgroup" in refused.stderr
-    assert re.search(
-        r"; pids\.max: (\d+ in /|no limit is seen here)\S*.*; ulimit -u: (\d+|unlimited)$", refused.stderr.strip()
-    )
+    why = "no thread could be made: raise pids.max of the cgroup"
+    limits = r"; pids\.max: (\d+ in /|no limit is seen here)\S*.*; ulimit -u: (\d+|unlimited)$"
+    assert f"kvfs: {pool.path}: {why}" in refused.stderr and re.search(limits, refused.stderr.strip())
+    checked = run(sys.executable, *words, "fsck", pool.path, check=False)
+    assert checked.returncode == 1 and checked.stderr.startswith(f"kvfs: {why}"), checked.stderr
+    assert re.search(limits, checked.stderr.strip())
     pool.start()
     assert client_of(pool) == "io_uring"

@@ -8,14 +8,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import helpers
 import pytest
 from helpers import process_alive, requires_fuse, requires_root, wait_until
 from podmounts import Node, Pod, block, found
+from test_held_mounts import meanwhile
 from test_pod_lost_nodes import sealed
-from workload import Child
 
 from kvfs.units import kernel_version
 
@@ -52,26 +52,6 @@ def take_over(node: Node, number: int) -> None:
     node.start()
 
 
-def meanwhile(pod: Pod, before: Callable[[], object], after: Callable[[object], object]) -> Callable[[], object]:
-    """Both in a process of its own; the function returned has it go on."""
-    ready, go = pod.base / "ready", pod.base / "go"
-
-    def body() -> object:
-        seen = before()
-        ready.touch()
-        wait_until(go.exists, "the step after the take-over")
-        return after(seen)
-
-    child = Child(body)
-    wait_until(ready.exists, "the step before the take-over")
-
-    def go_on() -> object:
-        go.touch()
-        return child.result()
-
-    return go_on
-
-
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_blocks_of_another_node_read_on_by_old_handles(pod: Pod, number: int) -> None:
     a, b = pod.nodes
@@ -101,7 +81,7 @@ def test_blocks_of_another_node_read_on_by_old_handles(pod: Pod, number: int) ->
             os.close(fd)
         return outcomes
 
-    go_on = meanwhile(pod, begin, end)
+    go_on = meanwhile(pod.base, begin, end)
     take_over(a, number)
     take_over(a, number)
     for i in range(KEPT, count):
