@@ -63,7 +63,7 @@ def memory_limit(proc: Path = _PROC) -> Limit | None:
 
 
 def no_thread(error: BaseException) -> str | None:
-    """The text for an error by which Python got no thread. None: the error is another one."""
+    """The text for an error by which Python got no thread; None for any other error."""
     if not isinstance(error, RuntimeError) or "start new thread" not in str(error):  # Python's words for EAGAIN
         return None
     how = "raise pids.max of the cgroup (--pids-limit) or the limit of processes (ulimit -u)"
