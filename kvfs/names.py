@@ -13,6 +13,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from enum import IntEnum, IntFlag
+from itertools import compress
 from types import TracebackType
 from typing import Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar, cast
 
@@ -91,6 +92,16 @@ class Evicted(NamedTuple):
     blocks: int
     pages: int
     gone: bytes
+
+
+class Removed(NamedTuple):
+    """Files that lost their names: how many, how many of them are open, bytes of the sealed ones. And the inodes that
+    are the caller's to remove."""
+
+    files: int
+    open: int
+    bytes: int
+    left: list[InodeNumber]
 
 
 class FailedRun(NamedTuple):
@@ -362,6 +373,13 @@ class Names:
     def remove(self, inode: int) -> None:
         """MissingError: its record is to be loaded first."""
         self._check(lib.kvfs_names_remove(self._names, inode))
+
+    def remove_files(self, directory: int, inodes: Sequence[InodeNumber]) -> Removed:
+        """Files of a directory lose their names and go, as by unlink(2), and block table and places follow. Left are
+        directories, links, slabs, pinned files, and those that are not in memory."""
+        left, out = ffi.new("uint8_t[]", len(inodes)), ffi.new("struct kvfs_removed *")
+        lib.kvfs_files_remove(self._plane, directory, ffi.new("uint64_t[]", inodes), len(inodes), left, out)
+        return Removed(out.files, out.open, out.bytes, list(compress(inodes, ffi.buffer(left)[:])))
 
     @staticmethod
     def _check(result: int) -> None:

@@ -32,6 +32,7 @@ _VERBS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("holding", "hold", ()), ("mounting", "umount", ()), ("watching", "status", ()), ("watching", "list", ()),
     ("watching", "stats", ()), ("watching", "top", ()), ("watching", "metrics", ()), ("events", "events", ()),
     ("pools", "fsck", ()), ("keeping", "pins", ("pin", "unpin")), ("keeping", "prestage", ()), ("keeping", "evict", ()),
+    ("keeping", "rm", ()),
     ("pools", "discover", ()), ("pools", "device", ()), ("pod", "pod", ()), ("pools", "doctor", ()),
     ("pools", "import", ()), ("measuring", "bench", ()), ("replaying", "replay", ()),
     ("completion", "completion", ()), ("programs", "run_verbs", tuple(RUN_VERBS)),

@@ -1,24 +1,27 @@
-"""Verbs on blocks, by their paths or by their number of bytes: pin, unpin, prestage, evict."""
+"""Verbs on blocks, by their paths or by their number of bytes: pin, unpin, prestage, evict, rm."""
 
 from __future__ import annotations
 
 import argparse
 import errno
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from kvfs.cli import arguments
 from kvfs.cli.arguments import Verbs
 from kvfs.cli.output import ToldError, as_json, emit, note
 from kvfs.cli.progress import Progress, told_by_daemon
-from kvfs.cli.targets import in_a_mount, pool_of
-from kvfs.errors import KvfsError
-from kvfs.status.text import render_evicted
+from kvfs.cli.targets import in_a_mount, place_of, pool_of
+from kvfs.errors import KvfsError, UsageError
+from kvfs.status.text import render_evicted, render_removed, told_filled
 from kvfs.units import counted, size_text, told_size
+
+if TYPE_CHECKING:
+    from kvfs.frontend.asking import ControlClient
 
 
 def add_pins(verbs: Verbs) -> None:
@@ -141,3 +144,73 @@ def _evict(args: argparse.Namespace) -> int:
         failure = ToldError(f"{args.target}: {size_text(evicted)} of {told_size(args.size)} could be evicted")
     emit(args, document, render_evicted(document), failure)
     return 0
+
+
+def add_rm(verbs: Verbs) -> None:
+    sub = verbs.add("rm", _rm, "forget namespaces: all blocks and directories below them, pinned ones too")
+    sub.add_argument(
+        "target",
+        metavar="POOL|MOUNTPOINT|DIR",
+        help="the pool's directory, where it is mounted, or what is to go there",
+    )
+    sub.add_argument("namespaces", metavar="NAMESPACE", nargs="*", help="directories below (default: DIR itself)")
+    sub.add_argument("--dry-run", action="store_true", help="say what would go, and remove nothing")
+    sub.add_argument("--all", action="store_true", help="of a pool or mount point: all that is in it")
+    sub.add_argument("-f", "--force", action="store_true", help="what is not there is no failure")
+
+
+def _rm(args: argparse.Namespace) -> int:
+    from kvfs.frontend.asking import ControlClient
+
+    pool, paths = _places(args)
+    results: list[Mapping[str, object]] = []
+    failures: list[str] = []
+    with ControlClient(pool) as client, Progress() as progress:
+
+        def tell(document: Mapping[str, object]) -> None:
+            done = document.get("done", 0)
+            progress("counting" if args.dry_run else "removing", done if isinstance(done, int) else 0)
+
+        for path in paths:
+            try:
+                results.append(_rm_one(client, tell, path, args))
+            except KvfsError as error:
+                if error.errno != errno.ENOENT:
+                    raise
+                if not args.force:
+                    failures.append(str(error))
+        wanted = {"dry_run": True, "places": results} if args.dry_run else {"places": results}
+        failures += [filled for result in results if (filled := told_filled(result))]
+        failure = ToldError("; ".join(failures)) if failures else None
+        emit(args, wanted, lambda: "\n".join(map(render_removed, results)), failure)
+    return 0
+
+
+def _places(args: argparse.Namespace) -> tuple[Path, list[str]]:
+    """The pool, and what is to go, from its root on. A link at the end is meant itself, as rm(1) does."""
+    target = args.target
+    if os.path.islink(target) and not target.endswith("/"):
+        target = os.path.join(os.path.realpath(os.path.dirname(target) or "."), os.path.basename(target))
+        pool, above = place_of(os.path.dirname(target))
+        base = f"{above.rstrip('/')}/{os.path.basename(target)}"
+    else:
+        pool, base = place_of(target)
+    wrong = [space for space in args.namespaces if not space.strip("/") or {".", ".."} & set(space.split("/"))]
+    if wrong:
+        raise UsageError(f"rm: {wrong[0]!r}: a namespace is expected, as models/r1")
+    paths = [f"{base.rstrip('/')}/{space.strip('/')}" for space in args.namespaces] or [base]
+    if args.all and paths != ["/"]:
+        raise UsageError("rm: --all is of a pool or mount point, without a namespace")
+    if paths == ["/"] and not args.all:
+        raise UsageError(f"rm: {args.target} is a whole pool: name a namespace in it, or say --all")
+    return pool, paths
+
+
+def _rm_one(
+    client: ControlClient, tell: Callable[[Mapping[str, object]], None], path: str, args: argparse.Namespace
+) -> Mapping[str, object]:
+    if not args.dry_run:
+        return cast(Mapping[str, object], client.call("rm", tell, path=path, whole=args.all))
+    found = cast(Mapping[str, object], client.call("list", tell, depth=0, path=path, fresh=True))
+    total = cast(Mapping[str, object], found["total"])
+    return {"path": path, "blocks": total["blocks"], "bytes": total["bytes"], "pins": found["pins"]}

@@ -56,9 +56,14 @@ def add_list(verbs: Verbs) -> None:
     sub.add_argument(
         "target", metavar="POOL|MOUNTPOINT|DIR", help="the pool's directory, where it is mounted, or a directory there"
     )
-    sub.add_argument(
+    rows = sub.add_mutually_exclusive_group()
+    rows.add_argument(
         "--depth", type=arguments.whole, default=1, metavar="N",
         help="directories so far below, each with all that is below it; 0: one sum, as du(1) (default 1)",
+    )  # fmt: skip
+    rows.add_argument(
+        "--namespaces", action="store_true",
+        help="a row for each namespace of engines, however deep, as of a model or a revision (default: by --depth)",
     )  # fmt: skip
     sub.add_argument("--pins", action="store_true", help="only what is pinned")
     sub.add_argument("--fresh", action="store_true", help="count anew; else an answer may be five seconds old")
@@ -70,7 +75,7 @@ def _list(args: argparse.Namespace) -> int:
 
     pool, path = place_of(args.target)
     with ControlClient(pool) as client:
-        asked = {"depth": args.depth, "path": path, "fresh": args.fresh}
+        asked = {"depth": None if args.namespaces else args.depth, "path": path, "fresh": args.fresh}
         document = cast(Json, client.call("list", lambda _: None, **asked))
     wanted = document if not args.pins else {"pins": document["pins"]}
     emit(args, wanted, lambda: render_list(document, pins_only=args.pins))

@@ -339,6 +339,19 @@ class Client:
         number, held = self.library.lease(packed, milliseconds) if packed.count else (0, bytearray())
         return Lease(self.library, number, list(map(bool, held)))
 
+    def claim(self, keys: Iterable[Key], seconds: float) -> int:
+        """As lease(), for who looks up and will load, and waits for nobody: the daemon is told of those that exist, and
+        is not listened to. Blocks that it refuses are not kept; none is while it is gone or late. Returns how many
+        it was told of. unclaim() ends it, or time."""
+        milliseconds, packed = milliseconds_of(seconds), self.library.pack(keys)
+        return self.library.claim(packed, milliseconds) if packed.count else 0
+
+    def unclaim(self, keys: Iterable[Key]) -> int:
+        """A load of these is over: each is given back to its oldest claim, which ends with its last key. Waits for
+        nobody. Returns how many were claimed."""
+        packed = self.library.pack(keys)
+        return self.library.unclaim(packed) if packed.count else 0
+
     def touch(self, keys: Iterable[Key]) -> int:
         """Let each block count as read now, for eviction; it is no hit of statistics. Returns how many exist. A hint: a
         daemon that is busy or gone does not hear of it."""

@@ -330,6 +330,14 @@ class Library:
         with self.call():
             return bool(check(lib.kvfs_release(self.handle, lease), self.name))
 
+    def claim(self, keys: Keys, milliseconds: int) -> int:
+        with self.call():
+            return check(lib.kvfs_claim(self.handle, keys.struct, milliseconds), self.name)
+
+    def unclaim(self, keys: Keys) -> int:
+        with self.call():
+            return check(lib.kvfs_unclaim(self.handle, keys.struct), self.name)
+
     def touch(self, keys: Keys) -> int:
         with self.call():
             return check(lib.kvfs_touch(self.handle, keys.struct), self.name)

@@ -1,27 +1,22 @@
-"""A subscription's events over ZeroMQ, in the schema of vLLM's KV cache events: for routers that read vLLM's.
+"""The sockets that a subscription's events go out by: ZeroMQ, as vLLM publishes its own.
 
-A message has three parts: the topic, a sequence number (8 bytes, big-endian), and an event batch in msgpack. The batch
-is an array: time, events, data-parallel rank. Each event is a map with its type (vLLM 0.33, distributed/kv_events.py),
-or an array, as older routers have it. A block is stored without token ids or parent, as by vLLM's own storage tiers:
-kvfs knows keys alone.
+A message has three parts: the topic, a sequence number (8 bytes, big-endian), and a batch in msgpack: time, events,
+data-parallel rank. Schemas (event_schemas.py) say how an event looks; telling.py says which are told.
 
-A router must never believe in blocks that are gone. So at the beginning, and after each gap or reset, all blocks are
-cleared and those that are there are told again. Events that came meanwhile follow, and lead to what is there now.
+Peers are not trusted to read. ZeroMQ keeps a queue for each, so bytes that nobody has read are counted over all of
+them. Beyond a bound the sockets are opened anew: those queues go, peers connect again, and find a gap in the numbers.
 """
 
 from __future__ import annotations
 
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Self, TypeAlias
 
-from kvfs.client.client import Client
-from kvfs.client.events import Events, Gap, Removed, Reset, Stored
-from kvfs.errors import KvfsError, MissingFeatureError, NotMountedError, UsageError
+from kvfs.errors import MissingFeatureError, UsageError
 
 try:
     import msgspec
@@ -29,118 +24,117 @@ try:
 except ImportError as error:
     raise MissingFeatureError(f"publishing events needs {error.name}: pip install 'kvfs[events]'") from error
 
-_BATCH_MAX = 512
-# Batches that the replay socket can send again, as vLLM's default; and bytes, of which a batch of 512 blocks has some
-# 100,000.
+# A batch has so many events, and ends with the event that brings it to so many bytes.
+BATCH_EVENTS = 512
+BATCH_SIZE = 64 << 10
+# Batches that the replay socket can send again, as vLLM's default, and their bytes.
 REPLAY_BATCHES = 10_000
-REPLAY_BYTES = 256 << 20
-_HIGH_WATER = 100_000
-# Messages of a replay that a peer has not read, and the part of one that is sent between two looks at events.
+REPLAY_SIZE = 256 << 20
+# Messages that a subscriber may be behind, and those of a replay.
+_HIGH_WATER = 1024
 _REPLAY_HIGH_WATER = 8
-_REPLAY_PART = 64
+# Bytes of all peers' queues together, beside those that can be replayed.
+UNREAD_SIZE = 192 << 20
+# The bytes of all replays together that are sent between two looks at events. A batch counts as so many at least.
+REPLAY_TURN_SIZE = 1 << 20
+_REPLAY_COST_LEAST = REPLAY_TURN_SIZE // 64
 # Replays that are under way; beyond, the one gives way whose peer has read nothing for longest. So does one whose
 # peer reads nothing for so long.
 _REPLAYS_MAX = 16
 _REPLAY_PATIENCE_S = 10.0
+# Subscriptions that are heard between two batches, and the longest message of a peer.
+_HEARD_MAX = 64
+_ASK_SIZE_MAX = 4096
+# An empty batch is sent so often at most.
+_GREETING_S = 1.0
 # A router that is there answers within that; without one, publishing begins all the same.
 _ROUTER_WAIT_MS = 5000
+# An endpoint that was closed is free again a moment later.
+_REOPEN_S = 2.0
 # The end of a replay: a sequence number of -1, without a batch.
 _REPLAY_END = (-1).to_bytes(8, "big", signed=True)
-_GROUP_SIZE = 4
-_POLL_S = 0.1
-# While a replay is under way.
-_REPLAYING_POLL_S = 0.005
-# An unmounted pool is looked for so often.
-_AWAY_S = 1.0
+# A question for this number, of another node's `kvfs events --pod`: tell all again.
+ASK_FOR_ALL = bytes(_REPLAY_END)
 
-Hash: TypeAlias = bytes | int
 Message: TypeAlias = dict[str, object] | list[object]
 
 
-@dataclass(frozen=True, slots=True)
-class Schema:
-    """How a block becomes an event. medium: where routers believe it to lie. groups: keys are vLLM's, a block hash and
-    the number of a KV cache group (4 bytes, big-endian), which events have apart. integers: hashes are their last 64
-    bits, as with VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=1. arrays: an event is an array, as older routers have it."""
+class _Payload(bytearray):
+    """The bytes of a batch; ZeroMQ holds them until the last peer has them."""
 
-    medium: str = "STORAGE"
-    groups: bool = True
-    integers: bool = False
-    arrays: bool = False
 
-    def hash_of(self, key: bytes) -> tuple[Hash, int | None]:
-        """A key's block hash, and its group. A key that is too short to have a group is all hash."""
-        hash_, group = key, None
-        if self.groups and len(key) > _GROUP_SIZE:
-            hash_, group = key[:-_GROUP_SIZE], int.from_bytes(key[-_GROUP_SIZE:], "big")
-        return (int.from_bytes(hash_[-8:], "big") if self.integers else hash_), group
+class _Unread:
+    """The bytes of all payloads that something holds."""
 
-    def stored(self, key: bytes) -> Message:
-        hash_, group = self.hash_of(key)
-        fields: dict[str, object] = {
-            "block_hashes": [hash_], "parent_block_hash": None, "token_ids": [], "block_size": 0, "lora_id": None,
-            "medium": self.medium, "lora_name": None, "extra_keys": None, "group_idx": group,
-        }  # fmt: skip
-        return self._made("BlockStored", fields)
+    def __init__(self) -> None:
+        self._size = 0
+        self._freed: deque[int] = deque()  # appended to by ZeroMQ's thread
 
-    def removed(self, keys: Iterable[bytes]) -> list[Message]:
-        """One event for each group."""
-        groups: dict[int | None, list[Hash]] = {}
-        for key in keys:
-            hash_, group = self.hash_of(key)
-            groups.setdefault(group, []).append(hash_)
-        return [
-            self._made("BlockRemoved", {"block_hashes": hashes, "medium": self.medium, "group_idx": group})
-            for group, hashes in groups.items()
-        ]
+    def hold(self, payload: _Payload) -> None:
+        self._size += len(payload)
+        weakref.finalize(payload, self._freed.append, len(payload)).atexit = False
 
-    def cleared(self) -> Message:
-        return self._made("AllBlocksCleared", {})
-
-    def _made(self, name: str, fields: dict[str, object]) -> Message:
-        if self.arrays:
-            return [name, *fields.values()]
-        return {"type": name, **fields}
+    @property
+    def size(self) -> int:
+        while self._freed:
+            self._size -= self._freed.popleft()
+        return self._size
 
 
 class Publisher:
     """The sockets. endpoint: bound if it has a wildcard, or is ipc or inproc, else connected to. replay: where batches
-    can be asked for again. One thread. UsageError: an endpoint that cannot be had."""
+    can be asked for again. One thread. told: gets a line when peers' queues were dropped. answers_all: a peer may ask
+    for all blocks, too; is_asked_for_all says so.
 
-    def __init__(self, endpoint: str, *, replay: str | None = None, topic: str = "", rank: int = 0) -> None:
-        self._topic, self._rank = topic.encode(), rank
-        self._sequence = 0
-        self._sent: deque[tuple[int, bytes]] = deque()
+    UsageError: an endpoint that cannot be had."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        replay: str | None = None,
+        topic: str = "",
+        rank: int = 0,
+        told: Callable[[str], None] = lambda line: None,
+        answers_all: bool = False,
+    ) -> None:
+        self._topic, self._rank, self._told = topic.encode(), rank, told
+        # A publisher that starts anew goes on above its old numbers: routers pass over those that they have had.
+        self.sequence = time.time_ns() // 1_000_000
+        self._encoder = msgspec.msgpack.Encoder()
+        self._sent: deque[tuple[int, zmq.Frame]] = deque()
         self._sent_size = 0
+        self._unread = _Unread()
         # Peers that are being answered: the next batch for each, and when it got the last one.
         self._replays: dict[bytes, tuple[int, float]] = {}
+        self._is_greeting, self._greeted_s = False, 0.0
+        self._answers_all, self.is_asked_for_all = answers_all, False
+        self._endpoint, self._replay_endpoint = endpoint, replay
+        self._is_bound = "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
         self._context = zmq.Context()
         self._replay: zmq.Socket[bytes] | None = None
         try:
-            self._socket = self._context.socket(zmq.XPUB)  # PUB, but that it says who subscribes
-            self._socket.set_hwm(_HIGH_WATER)
-            is_bound = "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
-            self._open(self._socket.bind if is_bound else self._socket.connect, endpoint)
-            if not is_bound:  # messages sent before the router has answered are lost
+            self._open()
+            if not self._is_bound:  # messages sent before the router has answered are lost
                 self._socket.poll(_ROUTER_WAIT_MS)
-            if replay is not None:
-                self._replay = self._context.socket(zmq.ROUTER)
-                # A router that asks and does not read loses the rest; it holds up nobody. It is an error here, and not
-                # silence, that a peer's queue is full, or that the peer has gone.
-                self._replay.set_hwm(_REPLAY_HIGH_WATER)
-                self._replay.setsockopt(zmq.ROUTER_MANDATORY, 1)
-                self._open(self._replay.bind, replay)
         except BaseException:
             self.close()
             raise
 
-    @staticmethod
-    def _open(open_: Callable[[str], object], endpoint: str) -> None:
-        try:
-            open_(endpoint)
-        except zmq.ZMQError as error:
-            failure = UsageError(f"endpoint {endpoint}: {error.strerror or error}")
-            raise failure from error
+    def _open(self, until_s: float = 0.0) -> None:
+        self._socket = self._context.socket(zmq.XPUB)  # PUB, but that it says who subscribes
+        self._socket.set_hwm(_HIGH_WATER)
+        self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, _ASK_SIZE_MAX)
+        _at(self._socket.bind if self._is_bound else self._socket.connect, self._endpoint, until_s)
+        if self._replay_endpoint is not None:
+            self._replay = self._context.socket(zmq.ROUTER)
+            # A router that asks and does not read loses the rest; it holds up nobody. It is an error here, and not
+            # silence, that a peer's queue is full, or that the peer has gone.
+            self._replay.set_hwm(_REPLAY_HIGH_WATER)
+            self._replay.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            self._replay.setsockopt(zmq.MAXMSGSIZE, _ASK_SIZE_MAX)
+            _at(self._replay.bind, self._replay_endpoint, until_s)
 
     def __enter__(self) -> Self:
         return self
@@ -154,18 +148,57 @@ class Publisher:
         """Let what was sent go for a second at most."""
         self._context.destroy(linger=1000)
 
-    def send(self, events: Sequence[Message]) -> None:
-        """Publish one batch."""
-        while self._socket.poll(0):  # subscriptions
-            self._socket.recv()
-        payload = msgspec.msgpack.encode([time.time(), events, self._rank])
-        self._socket.send_multipart((self._topic, self._sequence.to_bytes(8, "big"), payload))
+    @property
+    def unread_size(self) -> int:
+        """Bytes that peers' queues hold, and that no replay would need."""
+        return self._unread.size - self._sent_size
+
+    def send(self, events: Iterable[Message], now: Callable[[], object] = time.time) -> None:
+        """Publish them, in batches. now: the time that a batch says."""
+        self._hear()
+        batch: list[msgspec.Raw] = []
+        size = 0
+        for event in events:
+            batch.append(msgspec.Raw(self._encoder.encode(event)))
+            size += len(batch[-1])
+            if len(batch) == BATCH_EVENTS or size >= BATCH_SIZE:
+                self._send_batch(batch, now())
+                batch, size = [], 0
+        if batch or (self._is_greeting and time.monotonic() > self._greeted_s + _GREETING_S):
+            self._send_batch(batch, now())
+
+    def _hear(self) -> None:
+        """Subscriptions. The number of the next batch shows a late one what it has missed. So a batch follows, if need
+        be an empty one."""
+        for _ in range(_HEARD_MAX):
+            if not self._socket.poll(0):
+                break
+            is_new = self._socket.recv()[:1] == b"\1"
+            self._is_greeting = self._is_greeting or (is_new and self._replay is not None)
+
+    def _send_batch(self, batch: list[msgspec.Raw], time_: object) -> None:
+        if self.unread_size > UNREAD_SIZE:
+            self._reopen()
+        payload = _Payload(self._encoder.encode([time_, batch, self._rank]))
+        self._unread.hold(payload)
+        # One copy for all peers, and for replays.
+        frame = zmq.Frame(payload, copy=False)
+        self._socket.send_multipart((self._topic, self.sequence.to_bytes(8, "big"), frame), copy=False)
         if self._replay is not None:
-            self._sent.append((self._sequence, payload))
+            self._sent.append((self.sequence, frame))
             self._sent_size += len(payload)
-            while len(self._sent) > REPLAY_BATCHES or self._sent_size > REPLAY_BYTES:
+            while len(self._sent) > REPLAY_BATCHES or self._sent_size > REPLAY_SIZE:
                 self._sent_size -= len(self._sent.popleft()[1])
-        self._sequence += 1
+        self.sequence += 1
+        self._is_greeting, self._greeted_s = False, time.monotonic()
+
+    def _reopen(self) -> None:
+        self._told(f"peers have not read {self.unread_size >> 20} MiB: they are dropped, and may connect again")
+        for socket in (self._socket, self._replay):
+            if socket is not None:
+                socket.close(linger=0)
+        self._replays.clear()
+        self._open(time.monotonic() + _REOPEN_S)
 
     def serve_replay(self) -> None:
         """Answer those who ask for batches again: from the sequence number on that they name. A part of what they want,
@@ -176,6 +209,9 @@ class Publisher:
             parts = self._replay.recv_multipart()
             if len(parts) != 3 or len(parts[2]) != 8:
                 continue
+            if parts[2] == ASK_FOR_ALL:
+                self.is_asked_for_all = self._answers_all
+                continue
             # To ask again is no progress.
             _, since_s = self._replays.get(parts[0], (0, time.monotonic()))
             self._replays[parts[0]] = int.from_bytes(parts[2], "big"), since_s
@@ -183,18 +219,23 @@ class Publisher:
                 del self._replays[min(self._replays, key=lambda who: self._replays[who][1])]
                 # All get a part before the next peer is heard.
                 break
-        for who in list(self._replays):
-            self._replay_some(who)
+        # A turn is over after so much, whoever had it. Each who is left gets an equal part of it.
+        left = REPLAY_TURN_SIZE
+        for served, who in enumerate(peers := list(self._replays)):
+            left -= self._replay_some(who, left // (len(peers) - served))
 
-    def _replay_some(self, who: bytes) -> None:
-        first = self._sent[0][0] if self._sent else self._sequence
+    def _replay_some(self, who: bytes, most: int) -> int:
+        """Send batches until they count as so many bytes. Returns that count."""
+        first = self._sent[0][0] if self._sent else self.sequence
         at = max(self._replays[who][0], first)
-        end = min(at + _REPLAY_PART, self._sequence)
+        cost = 0
         try:
-            for sequence in range(at, end):
-                self._answer(who, self._topic, sequence.to_bytes(8, "big"), self._sent[sequence - first][1])
-                self._replays[who] = sequence + 1, time.monotonic()
-            if end >= self._sequence:
+            while at < self.sequence and cost < most:
+                frame = self._sent[at - first][1]
+                self._answer(who, self._topic, at.to_bytes(8, "big"), frame)
+                at, cost = at + 1, cost + max(len(frame), _REPLAY_COST_LEAST)
+                self._replays[who] = at, time.monotonic()
+            if at >= self.sequence:
                 self._answer(who, b"", _REPLAY_END, b"")
                 del self._replays[who]
         except zmq.Again:
@@ -203,90 +244,25 @@ class Publisher:
                 del self._replays[who]
         except zmq.ZMQError:
             del self._replays[who]  # it has gone
+        return cost
 
     @property
     def is_replaying(self) -> bool:
         """Whether somebody is to get more than was sent."""
         return bool(self._replays)
 
-    def _answer(self, who: bytes, *parts: bytes) -> None:
+    def _answer(self, who: bytes, *parts: bytes | zmq.Frame) -> None:
         assert self._replay is not None
-        self._replay.send_multipart((who, b"", *parts), flags=zmq.DONTWAIT)
+        self._replay.send_multipart((who, b"", *parts), flags=zmq.DONTWAIT, copy=False)
 
 
-def publish(client: Client, publisher: Publisher, schema: Schema, told: Callable[[str], None]) -> None:
-    """Publish the events of the client's namespace, for ever. A pool that is unmounted has no blocks until it is
-    mounted again. told: gets a line for each such change."""
-    with client.events() as events:
-        _publish_all(client, publisher, schema)
-        while True:
-            try:
-                if not _publish_some(events, publisher, schema):
-                    told("a gap or a reset: all blocks are told again")
-                    _publish_all(client, publisher, schema)
-            except NotMountedError as error:
-                told(str(error))
-                publisher.send([schema.cleared()])
-                _wait_mounted(events, publisher)
-                _publish_all(client, publisher, schema)
-
-
-def _wait_mounted(events: Events, publisher: Publisher) -> None:
+def _at(open_: Callable[[str], object], endpoint: str, until_s: float) -> None:
+    """Bind or connect; again until then, while the endpoint is still in use."""
     while True:
-        publisher.serve_replay()
-        with suppress(NotMountedError):
-            # A reset follows the mount; what is behind it is published later.
-            events.next_event(0.0)
+        try:
+            open_(endpoint)
             return
-        time.sleep(_AWAY_S)
-
-
-def _publish_some(events: Events, publisher: Publisher, schema: Schema) -> bool:
-    """Publish what is there, or comes soon. False: some of it is lost."""
-    batch: list[Stored | Removed] = []
-    whole = True
-    event = events.next_event(_REPLAYING_POLL_S if publisher.is_replaying else _POLL_S)
-    while event is not None:
-        if isinstance(event, (Gap, Reset)):
-            whole = False
-            break
-        batch.append(event)
-        event = events.next_event() if len(batch) < _BATCH_MAX else None
-    if batch and whole:
-        publisher.send(list(_messages(batch, schema)))
-    publisher.serve_replay()
-    return whole
-
-
-def _messages(batch: Sequence[Stored | Removed], schema: Schema) -> Iterator[Message]:
-    """In their order; removals that follow one another are one event for each group."""
-    removed: list[bytes] = []
-    for event in batch:
-        assert event.key is not None
-        if isinstance(event, Removed):
-            removed.append(event.key)
-            continue
-        yield from schema.removed(removed)
-        removed.clear()
-        yield schema.stored(event.key)
-    yield from schema.removed(removed)
-
-
-def _publish_all(client: Client, publisher: Publisher, schema: Schema) -> None:
-    """All blocks that are there. If the daemon goes meanwhile, a reset follows, and this is done again."""
-    publisher.send([schema.cleared()])
-    batch: list[Message] = []
-    try:
-        for key in client.list():
-            batch.append(schema.stored(key))
-            if len(batch) == _BATCH_MAX:
-                publisher.send(batch)
-                batch = []
-                publisher.serve_replay()
-    except NotMountedError:
-        return
-    except KvfsError:
-        if client.information().connected:
-            raise
-    if batch:
-        publisher.send(batch)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EADDRINUSE or time.monotonic() > until_s:
+                raise UsageError(f"endpoint {endpoint}: {error.strerror or error}") from error
+        time.sleep(0.01)

@@ -2,7 +2,7 @@
 
 An engine asks for blocks in the loop that also feeds its GPU. So nothing here raises for a kvfs that is away: not
 mounted, its daemon gone, its version another. Reads are then misses and stores are dropped. One warning tells of each
-change of state, and a thread of its own connects again.
+change of state, and a thread of its own connects again. A daemon that goes is noticed without a call (watch.py).
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from typing import TypeVar, cast
 
 from kvfs._native import ffi, lib
 from kvfs.client import memory as memory_
-from kvfs.client.client import Client, connect
+from kvfs.client.client import Client, GpuMode, connect
 from kvfs.client.keys import Key
+from kvfs.client.leases import Lease
 from kvfs.client.memory import Memory, Pieces, Region
 from kvfs.client.queue import Completion, Queue
+from kvfs.connectors import watch
 from kvfs.descriptors import above, epoll
 from kvfs.errors import (
     DeadlineError,
@@ -49,6 +51,8 @@ _PROBE = b"\0"
 # Errors of this process's limits.
 _NOT_TO_BE_HAD = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 _COMPONENT_MAX, _NAMESPACE_MAX = 200, 1023
+# The component of a namespace that begins so is a revision of weights.
+REVISION_MARK = "@"
 
 
 # ---- options ----
@@ -58,12 +62,17 @@ _COMPONENT_MAX, _NAMESPACE_MAX = 200, 1023
 class Options:
     """A user's options, the same for every engine. mount: an absolute path, as of kvfs.connect(). namespace: a relative
     path below it, before the engine's own identity. timeout_s: what a device or the daemon may take for an answer.
-    depth: blocks in flight."""
+    depth: blocks in flight. revision: of the model's weights, where its name alone does not tell; "" is none."""
 
     mount: str
     namespace: str = ""
     timeout_s: float = 2.0
     depth: int = 64
+    revision: str = ""
+
+    def space(self, *identity: str) -> str:
+        """The whole namespace: NAMESPACE/IDENTITY..., or NAMESPACE/@REVISION/IDENTITY.... Raises ValueError."""
+        return namespace_of(self.namespace, *([REVISION_MARK + self.revision] if self.revision else []), *identity)
 
 
 def options_of(engine: str, given: Mapping[str, object], *, known: Iterable[str] = ()) -> Options:
@@ -74,6 +83,7 @@ def options_of(engine: str, given: Mapping[str, object], *, known: Iterable[str]
     """
     mount, namespace = given.get("mount"), given.get("namespace", "")
     timeout_s, depth = given.get("timeout_s", 2.0), given.get("depth", 64)
+    revision = given.get("revision")
     if not isinstance(mount, str) or not os.path.isabs(mount) or "\0" in mount:
         raise ValueError(f"kvfs for {engine}: mount {mount!r}: an absolute path of a kvfs mount is needed")
     if not isinstance(namespace, str):
@@ -82,14 +92,19 @@ def options_of(engine: str, given: Mapping[str, object], *, known: Iterable[str]
         raise ValueError(f"kvfs for {engine}: timeout_s {timeout_s!r}: 0.001 to 3600 are possible")
     if isinstance(depth, bool) or not isinstance(depth, int) or not 1 <= depth <= 64:
         raise ValueError(f"kvfs for {engine}: depth {depth!r}: 1 to 64 are possible")
+    if revision is None or (isinstance(revision, int) and not isinstance(revision, bool)):
+        revision = "" if revision is None else str(revision)
+    if not isinstance(revision, str):
+        raise ValueError(f"kvfs for {engine}: revision {revision!r}: a text is needed, as of a tag or a commit")
+    options = Options(mount, namespace, float(timeout_s), depth, revision)
     try:
-        namespace_of(namespace)
+        options.space()
     except ValueError as error:
         raise ValueError(f"kvfs for {engine}: {error}") from None
     unknown = sorted(set(given) - {field.name for field in fields(Options)} - set(known))
     if unknown:
         _logger.warning("kvfs for %s: options without effect: %s", engine, ", ".join(unknown))
-    return Options(mount, namespace, float(timeout_s), depth)
+    return options
 
 
 def namespace_of(namespace: str, *identity: str) -> str:
@@ -189,7 +204,8 @@ class Connection:
     """kvfs as an engine's loop sees it: any thread may call anything, and no call raises but those of close().
 
     engine: its name in messages. space: the whole namespace (namespace_of()). The first attempt to connect is made
-    here, and takes at most options.timeout_s. All others are made by a thread, which lives while kvfs is not up.
+    here, and takes at most options.timeout_s. All others are made by a thread, which lives while kvfs is not up. gpu:
+    of kvfs.connect(), for memory of a GPU.
     """
 
     def __init__(
@@ -200,6 +216,7 @@ class Connection:
         engine: str,
         logger: logging.Logger | None = None,
         read_only: bool = False,
+        gpu: GpuMode | None = None,
     ) -> None:
         self.options = options
         self.space = space
@@ -208,11 +225,12 @@ class Connection:
         self.reason = "not tried yet"
         self._engine = engine
         self._logger = logger or _logger
-        self._read_only = read_only
+        self._read_only, self._gpu = read_only, gpu
         self._lock = threading.RLock()
         self._stop = threading.Event()
         self._keeper: threading.Thread | None = None
         self._keeper_due_s = 0.0
+        self._gone_s: float | None = None  # when the daemon was first seen to be away
         self._warned: set[int] = set()
         self._link: _Link | None = None
         self._links: list[_Link] = []
@@ -257,9 +275,9 @@ class Connection:
     def done(self, keys: Sequence[Key]) -> int:
         return self._read(lambda client: client.done(keys), 0)
 
-    def keep(self, keys: Sequence[Key], seconds: float) -> list[bool]:
-        """Which are kept for so long at least, as long as kvfs is not away. Without a daemon none is."""
-        return self._write(lambda client: client.lease(keys, seconds).held, [False] * len(keys))
+    def lease(self, keys: Sequence[Key], seconds: float) -> Lease | None:
+        """Without a daemon that could keep any: None."""
+        return self._write(lambda client: client.lease(keys, seconds), None)
 
     def delete(self, keys: Sequence[Key]) -> list[bool]:
         return self._write(lambda client: client.delete(keys), [False] * len(keys))
@@ -475,7 +493,9 @@ class Connection:
         with self._lock:
             if self._stop.is_set():
                 return
-            if state is not State.UP:
+            if state is State.UP:
+                watch.add(self)
+            else:
                 self._ensure_keeper()
             if state is self.state and self._started:
                 return
@@ -503,13 +523,23 @@ class Connection:
                 )  # fmt: skip
             self._started = True
 
-    def _ensure_keeper(self) -> None:
-        """Where no thread is to be had (pids.max), a later call tries again."""
+    def look(self) -> bool:
+        """Of the watch: a daemon that is gone is heard of here, whether or not an engine calls."""
+        if self.state is not State.UP or self._stop.is_set():
+            return False  # the keeper is at work, and its success adds this again
+        if self._is_connected():
+            self._gone_s = None
+        else:
+            self._ensure_keeper(0.0)
+        return True
+
+    def _ensure_keeper(self, first_s: float = RETRY_MIN_S) -> None:
+        """first_s: it begins after so long. Where no thread is to be had (pids.max), a later call tries again."""
         with self._lock:
             alive = self._keeper is not None and self._keeper.is_alive()
             if alive or self._stop.is_set() or time.monotonic() < self._keeper_due_s:
                 return
-            keeper = threading.Thread(target=self._keep, name="kvfs-connect", daemon=True)
+            keeper = threading.Thread(target=self._keep, args=(first_s,), name="kvfs-connect", daemon=True)
             try:
                 keeper.start()
                 self._keeper = keeper
@@ -527,16 +557,16 @@ class Connection:
         rings = "" if known.rings == "io_uring" else f"; device I/O goes by {known.rings}"
         return rings + ("" if known.user.isdigit() else f"; the daemon knows it as user {known.user}")
 
-    def _keep(self) -> None:
+    def _keep(self, first_s: float) -> None:
         """Until kvfs is up again: the only place that connects anew."""
-        wait_s = RETRY_MIN_S
+        wait_s = first_s
         while not self._stop.wait(wait_s):
             self._probe()
             with self._lock:
                 if self.state is State.UP:
                     self._keeper = None
                     return
-            wait_s = min(2 * wait_s, RETRY_MAX_S)
+            wait_s = min(max(2 * wait_s, RETRY_MIN_S), RETRY_MAX_S)
 
     def _probe(self) -> None:
         """Find out what holds, connecting if need be."""
@@ -551,8 +581,13 @@ class Connection:
             if link is None:
                 link = self._open()
             if link.client.information().connected:
+                self._gone_s = None
                 self._set(State.UP)
-            else:
+                return
+            now = time.monotonic()
+            self._gone_s = now if self._gone_s is None else self._gone_s
+            # Stores wait so long for the next daemon of a held mount: until then none is dropped.
+            if self.state is not State.UP or now - self._gone_s >= self.options.timeout_s:
                 self._set(State.READING, "it does not answer")
         except (KvfsError, OSError, ValueError) as error:
             self._set(State.AWAY, str(error))
@@ -561,7 +596,7 @@ class Connection:
         options = self.options
         client = connect(
             options.mount, self.space, read_only=self._read_only, timeout_s=options.timeout_s, depth=options.depth,
-            gpu=None,
+            gpu=self._gpu,
         )  # fmt: skip
         try:
             link = _Link(client, client.queue(depth=options.depth))

@@ -2,7 +2,7 @@
 
 LMCache makes one of these from `adapter_params` and calls it by name. Its store loop and its prefetch loop submit, and
 a thread of its own polls event_fd() and drains. Nothing here imports LMCache. Interface: the module
-lmcache.v1.distributed.l2_adapters.native_connector_l2_adapter of the versions in TRIED.
+lmcache.v1.distributed.l2_adapters.native_connector_l2_adapter (versions.py).
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from typing import cast
 
 from kvfs.client.keys import KEY_MAX
 from kvfs.connectors import versions
-from kvfs.connectors.common import Connection, Counters, Done, State, namespace_of, options_of
+from kvfs.connectors.common import Connection, Counters, Done, State, options_of
 from kvfs.connectors.leases import Leases, seconds_of
 from kvfs.connectors.metrics import Exporter
 from kvfs.connectors.spoiled import Spoiled
 
-TRIED = ("0.5.6",)
 LEASE_S = 10.0
 CLOSE_TIMEOUT_S = 30.0
 
@@ -40,16 +39,16 @@ class _Request:
 class KvfsClient:
     """LMCache's objects as blocks of one namespace. Any thread may call anything.
 
-    mount, namespace, timeout_s, depth: see common.Options; the namespace is "lmcache" if none is given. lease_s: a
-    look-up holds what it found for so many seconds, or until it is loaded; 0 is not at all. An object has its size and
-    nothing else to tell one layout from another, so give each layout (dtype, chunk size) a namespace.
+    mount, namespace, revision, timeout_s, depth: see common.Options; the namespace is "lmcache" if none is given.
+    lease_s: a look-up holds what it found for so many seconds, or until it is loaded; 0 is not at all. An object has
+    its size and nothing else to tell one layout from another, so give each layout (dtype, chunk size) a namespace.
     """
 
     def __init__(self, mount: str, namespace: str = "lmcache", *, lease_s: float = LEASE_S, **options: object) -> None:
         seconds = seconds_of("lmcache", lease_s)
         given = options_of("lmcache", {"mount": mount, "namespace": namespace, **options})
-        versions.check("lmcache", TRIED, _logger)
-        self._connection = Connection(given, namespace_of(given.namespace), engine="lmcache", logger=_logger)
+        versions.check("lmcache", _logger)
+        self._connection = Connection(given, given.space(), engine="lmcache", logger=_logger)
         self._leases = Leases(self._connection, seconds)
         self._spoiled = Spoiled()
         self._exporter = Exporter("lmcache", self._connection.space)
@@ -91,7 +90,7 @@ class KvfsClient:
             return self._begun(self._connection.submit_delete(names), "delete", names)
 
     def drain_completions(self) -> list[Answer]:
-        """Never blocks, but for the daemon's word on the leases of look-ups."""
+        """Never blocks."""
         with self._lock:
             over = [(done, self._requests.pop(done.ticket)) for done in self._connection.drain()]
         answers = [self._answer(done, request) for done, request in over]
@@ -100,9 +99,12 @@ class KvfsClient:
 
     def close(self) -> None:
         """Waits until no device writes into a buffer any more. Raises DeadlineError if one still does then."""
-        self._leases.close()
         self._connection.close(timeout_s=CLOSE_TIMEOUT_S)
         self._exporter.update(self._connection.counters)
+
+    @property
+    def connection(self) -> Connection:
+        return self._connection
 
     # ---- for people ----
 

@@ -2,7 +2,7 @@
 
 A chunk is one block: its bytes, and behind them LMCache's RemoteMetadata. So it can be read in one go, into memory of
 the shape that nearly all chunks have. All calls but look-ups come on LMCache's event loop, which waits for kvfs's
-descriptor as for any other. Interface: lmcache.v1.storage_backend.connector of the versions in TRIED.
+descriptor as for any other. Interface: lmcache.v1.storage_backend.connector (versions.py).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any, cast
 
 from kvfs.client.memory import Memory
 from kvfs.connectors import versions
-from kvfs.connectors.common import Connection, Counters, Done, State, namespace_of, options_of
+from kvfs.connectors.common import Connection, Counters, Done, State, options_of
 from kvfs.connectors.leases import Leases, seconds_of
-from kvfs.connectors.lmcache import CLOSE_TIMEOUT_S, LEASE_S, TRIED, key_of
+from kvfs.connectors.lmcache import CLOSE_TIMEOUT_S, LEASE_S, key_of
 from kvfs.connectors.metrics import Exporter
 from kvfs.connectors.spoiled import Spoiled
 
@@ -26,7 +26,7 @@ try:
     from lmcache.v1.storage_backend.connector import ConnectorAdapter, extract_plugin_type
     from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 except ImportError as error:
-    raise versions.missing("lmcache", TRIED, error) from error
+    raise versions.missing("lmcache", error) from error
 
 _SCHEME = "plugin://"
 _OWN = frozenset({"module_path", "class_name", "lease_s"})
@@ -36,7 +36,7 @@ _logger = logging.getLogger("kvfs.connectors.lmcache")
 
 class KvfsAdapter(ConnectorAdapter):  # type: ignore[misc]
     """Makes the connector of a plugin named kvfs, or kvfs.ANYTHING where there are several. Its options are the keys
-    remote_storage_plugin.NAME.OPTION of extra_config: mount, namespace, timeout_s, depth, lease_s."""
+    remote_storage_plugin.NAME.OPTION of extra_config: mount, namespace, revision, timeout_s, depth, lease_s."""
 
     def __init__(self) -> None:
         super().__init__(f"{_SCHEME}kvfs")
@@ -62,11 +62,11 @@ class KvfsConnector(RemoteConnector):  # type: ignore[misc]
         given: dict[str, object] = {"namespace": "lmcache", **options}
         lease_s = seconds_of("lmcache", given.get("lease_s", LEASE_S))
         chosen = options_of("lmcache", given, known=_OWN)
-        versions.check("lmcache", TRIED, _logger)
+        versions.check("lmcache", _logger)
         # The key has model, ranks, tokens and dtype; this is all else that shapes a chunk.
         shape = [str(each) for each in (self.meta_shapes, self.meta_dtypes, self.meta_fmt, metadata.chunk_size)]
         layout = sha256(repr([*shape, str(config.remote_serde)]).encode()).hexdigest()[:16]
-        space = namespace_of(chosen.namespace, metadata.model_name or "unnamed", f"{metadata.chunk_size}.{layout}")
+        space = chosen.space(metadata.model_name or "unnamed", f"{metadata.chunk_size}.{layout}")
         self._loop, self._memory = loop, local_cpu_backend
         self._connection = Connection(chosen, space, engine="lmcache", logger=_logger)
         self._leases = Leases(self._connection, lease_s)
@@ -96,7 +96,7 @@ class KvfsConnector(RemoteConnector):  # type: ignore[misc]
         return count
 
     async def batched_async_contains(self, lookup_id: str, keys: list[Any], pin: bool = False) -> int:
-        # The daemon is asked for a lease: the loop does not wait for it.
+        # A daemon that is gone is looked for: the loop does not wait for it.
         return await self._loop.run_in_executor(None, self.batched_contains, keys)  # type: ignore[no-any-return]
 
     def support_ping(self) -> bool:
@@ -224,7 +224,6 @@ class KvfsConnector(RemoteConnector):  # type: ignore[misc]
         self._loop.remove_reader(self._connection.fileno())
         await self._loop.run_in_executor(None, self._connection.wait, CLOSE_TIMEOUT_S)
         self._drain()
-        self._leases.close()
         self._connection.close(timeout_s=0)
 
     def statistics(self) -> Counters:

@@ -2,7 +2,7 @@
 
 A page of a host pool is one block: K and V of all layers, or the state of a side pool. It is read and written where it
 lies in SGLang's pinned memory. Three threads of SGLang's call: look-ups, loads, stores. Interface:
-sglang.srt.mem_cache.hicache_storage of the versions in TRIED.
+sglang.srt.mem_cache.hicache_storage (versions.py).
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from typing import Any, TypeVar
 from kvfs.client.keys import Key
 from kvfs.client.memory import Pieces
 from kvfs.connectors import versions
-from kvfs.connectors.common import Connection, Counters, State, namespace_of, options_of
+from kvfs.connectors.common import Connection, Counters, State, options_of
 from kvfs.connectors.leases import Leases, seconds_of
 from kvfs.connectors.metrics import Exporter
 from kvfs.connectors.spoiled import Spoiled
 from kvfs.errors import KvfsError
 
-TRIED = versions.SGLANG
-
 try:
     import torch
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
 
-    from kvfs.connectors.sglang_pools import Pool, flat, lengths, pool_of
+    from kvfs.connectors.sglang_pools import Pool, flat, lengths, own_revision, pool_of
 except ImportError as error:
-    raise versions.missing("sglang", TRIED, error) from error
+    raise versions.missing("sglang", error) from error
 
 LEASE_S = 5.0
 CLOSE_TIMEOUT_S = 30.0
 # Of options, those that are SGLang's own.
 _OF_SGLANG = frozenset({"backend_name", "module_path", "class_name", "interface_v1", "allocator", "lease_s"})
 _RATES_KEPT = 1024
+# SGLang 0.5.21 has none.
+_BLOCK_GROUPS = getattr(PoolHitPolicy, "BLOCK_GROUPS", None)
 _DELETE_COUNT = 4096
 
 T = TypeVar("T")
@@ -62,20 +62,20 @@ class _Registered:
 class HiCacheKvfs(HiCacheStorage):  # type: ignore[misc]
     """Pages of one rank. A call never raises for kvfs: a page that cannot be had is a miss.
 
-    config: HiCacheStorageConfig. Its extra_config has mount, namespace, timeout_s and depth, as in common.Options. The
-    namespace is "sglang" if none is given. lease_s: a look-up holds what it found for so many seconds, or until it is
-    loaded; 0 is not at all.
+    config: HiCacheStorageConfig. Its extra_config has mount, namespace, revision, timeout_s and depth, as in
+    common.Options. The namespace is "sglang" if none is given, the revision SGLang's own. lease_s: a look-up holds what
+    it found for so many seconds, or until it is loaded; 0 is not at all.
 
     Blocks lie in NAMESPACE/MODEL/LAYOUT, and LAYOUT names all that shapes their bytes. A rank of data parallelism is no
     part of it: the same tokens have the same KV there.
     """
 
     def __init__(self, config: Any, kwargs: Mapping[str, object] | None = None) -> None:
-        extra: dict[str, object] = {"namespace": "sglang", **(config.extra_config or {})}
+        extra: dict[str, object] = {"namespace": "sglang", "revision": own_revision(), **(config.extra_config or {})}
         self._lease_s = seconds_of("sglang", extra.get("lease_s", LEASE_S))
         self._options = options_of("sglang", extra, known=_OF_SGLANG)
         self._config = config
-        versions.check("sglang", TRIED, _logger)
+        versions.check("sglang", _logger)
         self._in_place = bool(extra.get("interface_v1"))
         if not self._in_place:
             _logger.warning('kvfs for sglang: each page is copied: add "interface_v1": 1 to the extra configuration')
@@ -108,12 +108,11 @@ class HiCacheKvfs(HiCacheStorage):  # type: ignore[misc]
             ranks, ends = f"of {config.tp_size}", [_end("kv", f"t{config.tp_rank}")]
         ends = [end + self._slice() for end in ends]
         layout = _digest(pool.geometry, ranks, str(config.attn_cp_size), str(config.pp_size))
-        space = namespace_of(
-            self._options.namespace,
+        space = self._options.space(
             config.model_name or "unnamed",
             f"{mem_pool_host.layout}.{str(mem_pool_host.dtype).removeprefix('torch.')}.{pool.page_size}.{layout}",
         )
-        self._pools[PoolName.KV] = _Registered(pool, tuple(ends), config.is_storage_writer)
+        self._pools[PoolName.KV] = _Registered(pool, tuple(ends), _writes(config))
         # Copies of pages have an order of their own; without interface_v1 there is nothing else.
         self._copied_end = _end("flat", f"t{config.tp_rank}") + self._slice() if self._in_place else ends[0]
         self._connection = Connection(self._options, space, engine="sglang", logger=_logger)
@@ -131,7 +130,7 @@ class HiCacheKvfs(HiCacheStorage):  # type: ignore[misc]
         own = not config.is_mla_model or name == PoolName.MAMBA or _is_drafts_own(name, host_pool)
         rank = f"t{config.tp_rank}of{config.tp_size}" if own else ""
         end = _end(name, rank, pool.geometry) + self._slice()
-        self._pools[name] = _Registered(pool, (end,) if pool.blocks else (), own or config.is_storage_writer)
+        self._pools[name] = _Registered(pool, (end,) if pool.blocks else (), own or _writes(config))
 
     # ---- look-ups ----
 
@@ -152,7 +151,7 @@ class HiCacheKvfs(HiCacheStorage):  # type: ignore[misc]
         hits: dict[str, int] = {PoolName.KV: pages} if pages else {}
         restorable = list(range(1, pages + 1))
         for transfer in pool_transfers or ():
-            if transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS:
+            if _BLOCK_GROUPS is not None and transfer.hit_policy == _BLOCK_GROUPS:
                 hits[transfer.name] = self._reach_of_groups(transfer)
                 continue
             possible = self._possible(transfer, keys[:pages])
@@ -348,7 +347,6 @@ class HiCacheKvfs(HiCacheStorage):  # type: ignore[misc]
     def close(self) -> None:
         """SGLang's threads have ended. A second close() does nothing."""
         if hasattr(self, "_connection"):
-            self._leases.close()
             self._connection.close(timeout_s=CLOSE_TIMEOUT_S)
 
     # ---- helpers ----
@@ -390,6 +388,11 @@ class HiCacheKvfs(HiCacheStorage):  # type: ignore[misc]
         if about not in self._warned:
             self._warned.add(about)
             _logger.warning("kvfs for sglang: %s", text)
+
+
+def _writes(config: Any) -> bool:
+    """Does this rank store the pages that are the same on all ranks? Before 0.5.23 SGLang lets the first one do so."""
+    return bool(getattr(config, "is_storage_writer", not config.is_mla_model or config.tp_rank == 0))
 
 
 def _is_drafts_own(name: str, host_pool: Any) -> bool:

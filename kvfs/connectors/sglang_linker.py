@@ -3,7 +3,7 @@
 A page of a device pool is one block, the bytes of its layers one after the other. So the bytes of some layers are one
 range of it, and a load goes by layers: the forward begins while the later ones are read. Bytes go through a staging
 buffer on the host, pinned where the device is a GPU. Interface: sglang.srt.mem_cache.unified_cache.unified_cache_linker
-of the versions in TRIED. docs/engines.md has the configuration, and the models for which SGLang has a linker at all.
+(versions.py). docs/engines.md has the configuration, and the models for which SGLang has a linker at all.
 
 A load that fails aborts its requests: nothing is computed in its place. So what a look-up has found is leased until it
 is loaded. A block that could not be loaded is found no more until it is stored again.
@@ -21,25 +21,24 @@ from typing import Any, cast
 
 from kvfs.client.keys import Key
 from kvfs.connectors import versions
-from kvfs.connectors.common import Connection, Counters, State, namespace_of, options_of
+from kvfs.connectors.common import Connection, Counters, State, options_of
 from kvfs.connectors.leases import Leases, seconds_of
 from kvfs.connectors.metrics import Exporter
 from kvfs.connectors.spoiled import Spoiled
 from kvfs.errors import KvfsError
 
-TRIED = versions.SGLANG
-
 try:
     import torch
     from sglang.srt.mem_cache.hicache_storage import PoolName
     from sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler import resolve_hybrid_device_pool_group
+    from sglang.srt.mem_cache.unified_cache import linker_factory as _linker_factory  # noqa: F401, it loads this class
     from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter, UnifiedCacheLinker
     from sglang.srt.runtime_context import get_model, get_parallel
     from sglang.srt.utils import get_device_module
 
-    from kvfs.connectors.sglang_pools import lengths, memory_at
+    from kvfs.connectors.sglang_pools import lengths, memory_at, own_revision
 except ImportError as error:
-    raise versions.missing("sglang", TRIED, error) from error
+    raise versions.missing("sglang linker", error) from error
 
 LEASE_S = 30.0
 CLOSE_TIMEOUT_S = 30.0
@@ -154,7 +153,7 @@ class Staging:
 
 
 class KvfsLinker(UnifiedCacheLinker):  # type: ignore[misc]
-    """Pages of one rank. extra_config: mount, namespace, timeout_s, depth as in common.Options, and lease_s.
+    """Pages of one rank. extra_config: mount, namespace, revision, timeout_s, depth as in common.Options, and lease_s.
 
     lookup(), load() and offload() are the scheduler's and wait for no device. Two threads read and store.
     """
@@ -168,10 +167,10 @@ class KvfsLinker(UnifiedCacheLinker):  # type: ignore[misc]
         extra_config: Mapping[str, object] | None = None,
         forward_stream: Any = None,
     ) -> None:
-        extra: dict[str, object] = {"namespace": "sglang", **(extra_config or {})}
+        extra: dict[str, object] = {"namespace": "sglang", "revision": own_revision(), **(extra_config or {})}
         lease_s = seconds_of("sglang", extra.get("lease_s", LEASE_S))
         options = options_of("sglang", extra, known={"lease_s"})
-        versions.check("sglang", TRIED, _logger)
+        versions.check("sglang linker", _logger)
         self.forward_stream = forward_stream
         self._group = resolve_hybrid_device_pool_group(
             kvcache=params.token_to_kv_pool_allocator.get_kvcache(),
@@ -190,7 +189,7 @@ class KvfsLinker(UnifiedCacheLinker):  # type: ignore[misc]
         shape = [own and ranks, params.attn_cp_size, params.pp_size, *(pool.geometry for pool in self._blocks.values())]
         layout = sha256(repr(shape).encode()).hexdigest()[:16]
         model = get_model().model_path or "unnamed"
-        space = namespace_of(options.namespace, model, f"linker.{params.page_size}.{layout}")
+        space = options.space(model, f"linker.{params.page_size}.{layout}")
         self._connection = Connection(options, space, engine="sglang", logger=_logger)
         self._leases = Leases(self._connection, lease_s)
         self._spoiled = Spoiled()
@@ -303,7 +302,6 @@ class KvfsLinker(UnifiedCacheLinker):  # type: ignore[misc]
         for thread in self._threads:
             thread.join(CLOSE_TIMEOUT_S)
         self._threads = []
-        self._leases.close()
         self._connection.close(timeout_s=CLOSE_TIMEOUT_S)
 
     def statistics(self) -> Counters:

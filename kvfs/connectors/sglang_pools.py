@@ -18,7 +18,7 @@ try:
     import torch
     from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy
 except ImportError as error:
-    raise versions.missing("sglang", versions.SGLANG, error) from error
+    raise versions.missing("sglang", error) from error
 
 # Of a host pool: numbers, strings or None.
 _SHAPE = ("storage_format_tag", "layer_num", "start_layer", "end_layer", "head_dim", "v_head_dim", "head_group_num")
@@ -156,6 +156,16 @@ def _meta(host: Any, indices: torch.Tensor, factor: int) -> tuple[list[int], lis
 def memory_at(address: int, size: int) -> Memory:
     """Host memory of a pool, which outlives the connector."""
     return cast(Memory, ffi.buffer(ffi.cast("char *", address), size))
+
+
+def own_revision() -> str:
+    """The revision of weights that SGLang was started with (--revision); "": none, or this process was not told."""
+    try:
+        from sglang.srt.runtime_context import get_server_args
+
+        return str(get_server_args().revision or "")
+    except Exception:  # it was not published here, or this version has it elsewhere
+        return ""
 
 
 def _geometry(host: Any, parts: Sequence[object]) -> str:

@@ -4,23 +4,26 @@
 
 vLLM's TieringOffloadingManager asks in its scheduler's loop. A look-up reads shared memory, so it answers HIT or MISS
 at once. Blocks go between the devices and the tier in the CPU's memory without a copy, whatever step runs meanwhile.
-Interface: vllm.v1.kv_offload.tiering.base, of the versions in TRIED.
+Interface: vllm.v1.kv_offload.tiering.base (versions.py). Since 0.33 calls come from any thread, and between steps.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, TypeVar
 
-import kvfs
-from kvfs.connectors.common import Connection, Counters, State, namespace_of, options_of
+from kvfs.connectors import versions
+from kvfs.connectors.common import Connection, Counters, State, options_of
 from kvfs.connectors.spoiled import Spoiled
-from kvfs.errors import DeadlineError, KvfsError
-
-TRIED = ("0.32.0", "0.33.0")
+from kvfs.connectors.vllm_ahead import Ahead
+from kvfs.connectors.vllm_events import TierEvents
+from kvfs.connectors.vllm_hints import HINT_METRICS, HintCounters, Hints, Plan
+from kvfs.errors import DeadlineError
 
 try:
     import vllm
@@ -33,25 +36,31 @@ try:
         OffloadingCounterMetadata,
         OffloadingEvent,
         OffloadingGaugeMetadata,
+        ReqContext,
         RequestOffloadingContext,
     )
     from vllm.v1.kv_offload.file_mapper import FileMapper
     from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 except ImportError as error:
-    raise ImportError(
-        f"kvfs.connectors.vllm needs vLLM with secondary tiers; it was tried with {' and '.join(TRIED)}: {error}"
-    ) from error
+    raise versions.missing("vllm", error) from error
 
 # init_logger() gives a logger that prints only below this name.
 _logger = init_logger("vllm.kvfs")
 
 # Keys are looked up by so many at once: 0.3 us of processor time a key, against 9 us for one alone.
 _WINDOW = 128
+# An answer of a look-up holds for one step, and so long at most: other tiers ask between steps.
+_ANSWER_S = 0.005
+# Of vLLM's memory so much may be blocks that were read ahead and not used yet.
+_AHEAD_SHARE = 0.25
+# Names of the requests by which they are read begin so.
+_AHEAD = "kvfs-ahead-"
 # An OffloadKey ends with the number of its group of layers.
 _GROUP_SIZE = 4
 # For all that is under way: a device that hangs is given up by the kernel after 30 s by default.
 _DRAIN_TIMEOUT_S = 60.0
-_EVENTS_WAIT_S, _EVENTS_CLOSE_S = 0.5, 2.0
+# vLLM keeps tokens and hashes of a block for its removal, where it is told to expect one. Not every version can.
+_EXPECTED = {"removal_expected": True} if "removal_expected" in {f.name for f in fields(OffloadingEvent)} else {}
 
 _METRICS = {
     "loaded": "Blocks read from kvfs.",
@@ -66,6 +75,8 @@ _METRICS = {
 }
 _UP = "vllm:kvfs_up"
 
+Result = TypeVar("Result")
+
 
 @dataclass(slots=True)
 class _Job:
@@ -73,6 +84,8 @@ class _Job:
 
     id: int
     is_load: bool
+    request: str
+    plan: Plan | None = None
     left: int = 0
     there: list[bytes] = field(default_factory=list)
     failed: list[bytes] = field(default_factory=list)
@@ -112,31 +125,21 @@ class _Chain:
         return keys[index - 1] if index else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Hint:
-    """A request says it of its blocks, in `kv_transfer_params` under "kvfs": {"done": true}, or {"keep_s": seconds}."""
+def _alone(method: Callable[..., Result]) -> Callable[..., Result]:
+    """One thread at a time."""
 
-    keep_s: float  # 0: they are needed no more
+    @functools.wraps(method)
+    def alone(self: KvfsTier, *arguments: Any) -> Result:
+        with self._lock:
+            return method(self, *arguments)
 
-    @classmethod
-    def of(cls, request: Any) -> _Hint | None:
-        """It says nothing: None. It makes no sense: ValueError."""
-        given = (getattr(request, "kv_transfer_params", None) or {}).get("kvfs")
-        if given is None:
-            return None
-        if isinstance(given, dict) and len(given) == 1:
-            keep_s = given.get("keep_s")
-            if given.get("done") is True:
-                return cls(0.0)
-            if isinstance(keep_s, (int, float)) and not isinstance(keep_s, bool) and 0 < keep_s <= 3600:
-                return cls(float(keep_s))
-        raise ValueError(f'{given!r}: {{"done": true}} and {{"keep_s": S}} are possible, S from 0 to 3600')
+    return alone
 
 
 class KvfsTier(SecondaryTierManager):  # type: ignore[misc]
-    """Options: mount, namespace, timeout_s, depth (docs/engines.md), and of vLLM's own locality and enable_kv_events.
+    """Options: those of docs/engines.md, of which vLLM itself has locality and enable_kv_events.
 
-    Called by one thread at a time. Raises ValueError for an option that cannot be; kvfs itself may be away.
+    Any thread may call anything. Raises ValueError for an option that cannot be; kvfs itself may be away.
     """
 
     medium: ClassVar[Medium] = Medium.STORAGE
@@ -150,71 +153,102 @@ class KvfsTier(SecondaryTierManager):  # type: ignore[misc]
         *,
         locality: str | None = None,
         enable_kv_events: bool = False,
+        hints: bool = True,
         **given: object,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        if vllm.__version__.split("+")[0] not in TRIED:
-            _logger.warning("kvfs for vLLM: version %s was not tried, %s were", vllm.__version__, " and ".join(TRIED))
+        versions.warn_untried("vllm", vllm.__version__, _logger)
         options = options_of("vLLM", given)
-        self.locality = Locality(locality) if locality is not None else None
+        if not isinstance(hints, bool):
+            raise ValueError(f"kvfs for vLLM: hints {hints!r}: true and false are possible")
+        self.locality = Locality(locality) if locality is not None else Locality.LOCAL
         self._size: int = self.block_size_bytes
-        space = namespace_of(options.namespace, *_identity(offloading_spec, self._size))
+        space = options.space(*_identity(offloading_spec, self._size))
+        # Its manager has a lock too, from 0.33 on. Look-ups by the thread that holds it come back in here.
+        self._lock = threading.RLock()
         self._jobs: dict[int, tuple[_Job, Sequence[bytes]]] = {}  # by the ticket of a batch
         self._finished: list[JobResult] = []
         self._chains: dict[str, _Chain] = {}
         self._found: dict[bytes, bool] = {}
-        self._hints: dict[bytes, _Hint] = {}  # of blocks that are being stored
+        self._found_until = 0.0
         self._spoiled = Spoiled()
-        self._told = Counters()
+        self._told, self._told_hints = Counters(), HintCounters()
         self._connection = Connection(options, space, engine="vLLM", logger=_logger)
-        self._events: _Events | None = None
+        self._hints = Hints(self._connection, _logger, obeyed=hints)
+        self._ahead = Ahead(self._connection, int(len(primary_kv_view) * _AHEAD_SHARE))
+        self._ahead_steps, self._ahead_until = 0, 0.0
+        self._events: TierEvents | None = None
         if enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events:
-            self._events = _Events(self._connection)
+            self._events = TierEvents(self._connection)
         # Last: nothing above may fail with memory of vLLM's in its hands.
         self._memory = primary_kv_view.cast("B")
 
     # ---- look-ups ----
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
-        found = self._found.get(key)
-        if found is None:
-            chain = self._chain(req_context)
-            keys = chain.window(key) if chain is not None else (key,)
-            self._found.update(zip(keys, self._connection.exists(keys), strict=True))
-            found = self._found[key]
+        now = time.monotonic()
+        with self._lock:
+            if now >= self._found_until:
+                self._found.clear()
+                self._found_until = now + _ANSWER_S
+            found = self._found.get(key)
+            if found is None:
+                chain = self._chain(req_context)
+                keys = chain.window(key) if chain is not None else (key,)
+                self._found.update(zip(keys, self._connection.exists(keys), strict=True))
+                found = self._found[key]
         return LookupResult.HIT if found and key not in self._spoiled else LookupResult.MISS
 
+    @_alone
     def on_schedule_end(self, context: Any) -> None:
-        self._found.clear()  # answers hold for one step
+        self._found.clear()
+        if self._events is not None:
+            self._events.scheduled(context.new_req_ids)
 
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
         self._connection.touch(list(keys))
 
+    @_alone
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
+        for hint in self._hints.new_request(req_context.req_id, req_context):
+            self._hints.count(hints_refused=self._ahead.want(hint, req_context.load_tier_filter))
         return RequestOffloadingContext()
 
+    @_alone
     def on_request_finished(self, req_context: Any) -> None:
         chain = self._chain(req_context)
         self._chains.pop(req_context.req_id, None)
-        try:
-            hint = _Hint.of(req_context)
-        except ValueError as error:
-            _logger.warning("kvfs for vLLM: request %s: its hint is passed over: %s", req_context.req_id, error)
-            return
-        if hint is not None and chain is not None:
-            # Some may be on their way: they are told of when they have come.
-            hints = dict.fromkeys(chain.keys(), hint)
-            self._tell(hints)
-            under_way = {key for job, keys in self._jobs.values() if not job.is_load for key in keys}
-            self._hints.update((key, hint) for key in hints if key in under_way)
+        keys = chain.keys() if chain is not None else ()
+        self._hints.finished(req_context.req_id, keys, self._coming(req_context.req_id))
+        if used := self._ahead.used(keys):
+            self._hints.count(hints_used=used)
 
-    def _tell(self, hints: Mapping[bytes, _Hint]) -> None:
-        for hint in set(hints.values()):
-            keys = [key for key, of_key in hints.items() if of_key == hint]
-            if hint.keep_s:
-                self._connection.keep(keys, hint.keep_s)
-            else:
-                self._connection.done(keys)
+    @_alone
+    def serve_external_requests(self, parent: Any) -> None:
+        """For a hint, have vLLM bring blocks to its own memory as if a request had asked for them. It does so by
+        itself, with all its checks; a tier may not write there. `parent` leaves out the tier that asks."""
+        keys, until, load_filter, refused = self._ahead.take()
+        manager = getattr(parent, "_m", None)
+        if manager is None:
+            refused += len(keys)
+        elif keys:
+            self._ahead_steps += 1
+            context = ReqContext(f"{_AHEAD}{self._ahead_steps}", load_tier_filter=load_filter)
+            for place, key in enumerate(keys):
+                context.set_offload_key_position(key, place + 1)
+            manager.on_new_request(context)
+            answers = [manager.lookup(key, context) for key in keys]
+            manager.on_request_finished(context)
+            self._ahead_until = until
+            refused += sum(answer not in (LookupResult.HIT, LookupResult.HIT_PENDING) for answer in answers)
+        if refused:
+            self._hints.count(hints_refused=refused)
+
+    def _coming(self, request: str) -> frozenset[bytes]:
+        """The keys that jobs of a request with hints are still storing or loading."""
+        if self._hints.plan(request) is None:
+            return frozenset()
+        return frozenset(key for job, keys in self._jobs.values() if job.request == request for key in keys)
 
     def _chain(self, req_context: Any) -> _Chain | None:
         """The request's keys, if vLLM has told them beforehand."""
@@ -229,6 +263,7 @@ class KvfsTier(SecondaryTierManager):  # type: ignore[misc]
 
     # ---- transfers ----
 
+    @_alone
     def submit_store(self, job_metadata: Any) -> None:
         """A block that is there is not written again, unless a load of it failed: that one is replaced."""
         chain = self._chain(job_metadata.req_context)
@@ -241,13 +276,18 @@ class KvfsTier(SecondaryTierManager):  # type: ignore[misc]
                 parents = None if chain is None else [chain.parent(key) for key, _ in chosen]
                 ticket = self._connection.submit_put(chosen, if_absent=if_absent, parents=parents)
                 tickets[ticket] = [key for key, _ in chosen]
-        self._expect(_Job(job_metadata.job_id, is_load=False), tickets)
+        self._expect(self._job(job_metadata, is_load=False), tickets)
 
+    @_alone
     def submit_load(self, job_metadata: Any) -> None:
         items = list(zip(job_metadata.keys, self._chunks(job_metadata), strict=True))
         tickets = {self._connection.submit_get(items): [key for key, _ in items]} if items else {}
-        self._expect(_Job(job_metadata.job_id, is_load=True), tickets)
+        if job_metadata.req_context.req_id.startswith(_AHEAD):
+            # It is of this step: serve_external_requests() came just before.
+            self._ahead.started(job_metadata.keys, self._ahead_until)
+        self._expect(self._job(job_metadata, is_load=True), tickets)
 
+    @_alone
     def get_finished_jobs(self) -> Iterable[JobResult]:
         for done in self._connection.drain():
             job, keys = self._jobs.pop(done.ticket)
@@ -262,10 +302,13 @@ class KvfsTier(SecondaryTierManager):  # type: ignore[misc]
         return finished
 
     def has_pending_work(self) -> bool:
-        return bool(self._jobs or self._finished)
+        return bool(self._jobs or self._finished or self._ahead.has_work())
 
     def drain_jobs(self) -> None:
-        """Wait until nothing touches the primary tier's memory. Raises DeadlineError: vLLM must not use it again."""
+        """For a reset of vLLM's own tiers: wait until nothing touches the primary tier's memory. Raises DeadlineError:
+        vLLM must not use it again."""
+        if self._events is not None:
+            self._events.cleared()
         if not self._connection.wait(_DRAIN_TIMEOUT_S):
             raise DeadlineError(f"kvfs for vLLM: {len(self._jobs)} batches are under way after {_DRAIN_TIMEOUT_S:g} s")
 
@@ -273,13 +316,20 @@ class KvfsTier(SecondaryTierManager):  # type: ignore[misc]
         """Raises DeadlineError if a device still writes into the primary tier's memory; vLLM then keeps it."""
         if self._events is not None:
             self._events.close()
+        self._hints.close()
+        self._ahead.close()
         self._connection.close()
-        self._jobs.clear()
-        self._memory.release()
+        with self._lock:
+            self._jobs.clear()
+            self._memory.release()
 
     def _chunks(self, job_metadata: Any) -> Sequence[memoryview]:
         size = self._size
         return [self._memory[chunk * size : (chunk + 1) * size] for chunk in job_metadata.chunk_ids.tolist()]
+
+    def _job(self, job_metadata: Any, *, is_load: bool) -> _Job:
+        request = job_metadata.req_context.req_id
+        return _Job(job_metadata.job_id, is_load, request, self._hints.plan(request))
 
     def _expect(self, job: _Job, tickets: Mapping[int, Sequence[bytes]]) -> None:
         job.left = len(tickets)
@@ -292,15 +342,17 @@ class KvfsTier(SecondaryTierManager):  # type: ignore[misc]
         if job.is_load:
             # vLLM asks again at once: a key that cannot be loaded has to be a miss, or it asks for ever.
             self._spoiled.add(job.failed)
+            if job.request.startswith(_AHEAD):
+                self._hints.count(hints_ahead=len(job.there))
+                self._ahead.failed(job.failed)
+            elif self._events is not None:
+                self._events.loaded(job.request, job.there)
         else:
             self._spoiled.discard(job.there)
-            if self._hints:
-                hinted = {key: hint for key in job.there if (hint := self._hints.pop(key, None)) is not None}
-                for key in job.failed:
-                    self._hints.pop(key, None)
-                self._tell(hinted)
             if self._events is not None:
                 self._events.stored(job.there)
+        if job.plan is not None:
+            self._hints.arrived(job.plan, job.there, job.failed)
         self._finished.append(
             JobResult(
                 job_id=job.id,
@@ -315,102 +367,42 @@ class KvfsTier(SecondaryTierManager):  # type: ignore[misc]
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         if self._events is None:
-            return
-        for keys, removed in self._events.take():
-            yield OffloadingEvent(
-                keys=keys, medium=self.medium, removed=removed, locality=self.locality, ownership=self._events.owner
+            return ()
+        with self._lock:
+            told = list(self._events.take())
+        # No ownership: a router takes an event with one for another's, and drops it.
+        return [
+            OffloadingEvent(
+                keys=keys, medium=self.medium, removed=removed, locality=self.locality, ownership=None, **_EXPECTED
             )
+            for keys, removed in told
+        ]
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
         """Of one tier; extra_config is its configuration."""
-        counters = {_metric(name): OffloadingCounterMetadata(documentation=text) for name, text in _METRICS.items()}
+        counters = {
+            _metric(name): OffloadingCounterMetadata(documentation=text)
+            for name, text in (_METRICS | HINT_METRICS).items()
+        }
         return {
             **counters,
             _UP: OffloadingGaugeMetadata(documentation="1 if kvfs takes stores and gives blocks, else 0."),
         }
 
+    @_alone
     def get_stats(self) -> OffloadingConnectorStats | None:
         stats = OffloadingConnectorStats()
         counters = self._connection.counters.copy()
         for name in _METRICS:
             if change := getattr(counters, name) - getattr(self._told, name):
                 stats.increase_counter(_metric(name), change)
+        hints = replace(self._hints.counters)
+        for name, change in hints.since(self._told_hints).items():
+            stats.increase_counter(_metric(name), change)
         stats.set_gauge(_UP, int(self._connection.state is State.UP))
-        self._told = counters
+        self._told, self._told_hints = counters, hints
         return stats
-
-
-# Of a kvfs that has no events yet: no removal is told.
-_subscribe: Any = getattr(kvfs, "events", None)
-
-
-class _Events:
-    """Which of the blocks that this tier announced are gone, and which came: for take_events().
-
-    A thread of its own reads kvfs's events of the namespace, to know which keys to look up again; the block table has
-    the answer. After a gap all announced keys are looked up.
-    """
-
-    def __init__(self, connection: Connection) -> None:
-        self.owner = f"kvfs:{connection.space}"
-        self._connection = connection
-        self._announced: set[bytes] = set()
-        self._new: list[bytes] = []
-        self._changed: set[bytes] = set()
-        self._all_changed = False
-        self._lock = threading.Lock()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._listen, name="kvfs-events", daemon=True)
-        if _subscribe is not None:
-            self._thread.start()
-
-    def stored(self, keys: Iterable[bytes]) -> None:
-        self._new += [key for key in keys if key not in self._announced]
-        self._announced.update(self._new)
-
-    def take(self) -> Iterable[tuple[list[bytes], bool]]:
-        """Lists of keys, and whether they were removed."""
-        if self._new:
-            new, self._new = self._new, []
-            yield new, False
-        if self._connection.client is None:
-            return  # kvfs is away: nobody knows
-        with self._lock:
-            changed, self._changed = self._changed, set()
-            if self._all_changed:
-                changed, self._all_changed = set(self._announced), False
-        keys = [key for key in changed if key in self._announced]
-        if keys:
-            gone = [key for key, found in zip(keys, self._connection.exists(keys), strict=True) if not found]
-            if gone and self._connection.client is not None:
-                self._announced.difference_update(gone)
-                yield gone, True
-
-    def close(self) -> None:
-        self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join(_EVENTS_CLOSE_S)
-
-    def _listen(self) -> None:
-        while not self._stop.is_set():
-            try:
-                with _subscribe(self._connection.options.mount, self._connection.space) as events:
-                    self._note(None)  # whatever happened before
-                    while not self._stop.is_set():
-                        event = events.next_event(_EVENTS_WAIT_S)
-                        if event is not None:
-                            self._note(getattr(event, "key", None))  # a gap or a reset has none
-            except (KvfsError, OSError):
-                self._stop.wait(_EVENTS_WAIT_S)
-
-    def _note(self, key: bytes | None) -> None:
-        """Something happened to this key; None: to any."""
-        with self._lock:
-            if key is None:
-                self._all_changed = True
-            else:
-                self._changed.add(key)
 
 
 def _metric(name: str) -> str:

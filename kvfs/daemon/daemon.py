@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import closing, suppress
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -26,18 +27,19 @@ from kvfs.daemon.holding import LEAVE_MS, Holding
 from kvfs.daemon.host import Look, fuse_pages, notify_manager, pid_file
 from kvfs.daemon.options import MountOptions, own_limit_ms
 from kvfs.daemon.reporter import Reporter, log_level
-from kvfs.errors import KvfsError, UsageError, printable
+from kvfs.errors import KvfsError, NotPermittedError, UsageError, printable
 from kvfs.frontend import mount as mounting
 from kvfs.frontend.asked import Asked, missing
 from kvfs.frontend.calls import Calls
 from kvfs.frontend.clients import HOSTS_TIMEOUT_S, Clients
 from kvfs.frontend.control import Arguments, Command, ControlServer, Progress
 from kvfs.frontend.foreign import OtherNodes
-from kvfs.frontend.fuse import Session
+from kvfs.frontend.fuse import Session, room_in_journal
 from kvfs.frontend.holders import describe, holders
 from kvfs.namespace.files import Namespace
 from kvfs.namespace.foreign import ForeignNames
-from kvfs.namespace.survey import DEPTH_MAX, Survey
+from kvfs.namespace.forgetting import Forgetting, NextNames
+from kvfs.namespace.survey import DEPTH_MAX, EVERY, Survey
 from kvfs.plane import FEED_SIZE, EventType
 from kvfs.status.document import live_counters, live_status
 from kvfs.status.endpoint import Endpoint, listen
@@ -184,14 +186,14 @@ class Daemon:
     ) -> None:  # fmt: skip
         """Mount and export, serve, and return when the last transport is gone and the session has ended."""
         self._store, self._namespace, self._clients, self._exports = store, namespace, clients, exports
-        self._survey = Survey(store.index, store.plane, store.pins.numbers)
+        self._survey = Survey(store.index, store.plane, store.pins.numbers, store.segments)
         with suppress(PermissionError):
             os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._store.run)
             if self._pod is not None:
                 nursery.start_soon(self._pod.run)
-            await nursery.start(Calls(namespace, store.plane).run)
+            await nursery.start(Calls(namespace, store.plane, NextNames(store.index)).run)
             nursery.start_soon(session.run)
             nursery.start_soon(clients.run)
             nursery.start_soon(asked.run)
@@ -391,6 +393,7 @@ class Daemon:
             "list": self._command_list,
             "pins": self._command_pins,
             "evict": self._command_evict,
+            "rm": self._command_rm,
             "sync": self._command_sync,
             "device_remove": self._command_device_remove,
             "device_replace": self._command_device_replace,
@@ -441,7 +444,9 @@ class Daemon:
 
     async def _command_list(self, arguments: Arguments, progress: Progress) -> object:
         depth = arguments.get("depth", 1)
-        if not isinstance(depth, int) or not 0 <= depth <= DEPTH_MAX:
+        if depth is None:
+            depth = EVERY
+        elif not isinstance(depth, int) or not 0 <= depth <= DEPTH_MAX:
             raise UsageError(f"list: depth {depth!r}; 0 to {DEPTH_MAX}")
         path, fresh = arguments.get("path", "/"), arguments.get("fresh") is True
         if not isinstance(path, str) or not path.startswith("/"):
@@ -531,6 +536,30 @@ class Daemon:
         if size is None or done < wanted:
             result["kept"] = self._kept(cast(dict[str, Kept], kept))
         return result
+
+    async def _command_rm(self, arguments: Arguments, progress: Progress) -> object:
+        """Forget all below a path; tells once a second how far it is."""
+        path, whole = arguments.get("path"), arguments.get("whole") is True
+        if not isinstance(path, str) or not path.startswith("/"):
+            raise UsageError(f"rm: path {path!r}; one from the mount's root on is expected")
+        if self._options.read_only:
+            raise NotPermittedError(f"{path}: the pool is mounted read-only")
+        if self._store.rebuilding:
+            raise KvfsError("the index is being rebuilt; nothing can be forgotten until that is done")
+        forgetting = Forgetting(self._namespace, self._store, lambda: room_in_journal(self._store.plane.names))
+
+        async def work() -> None:
+            try:
+                await forgetting.forget(path, whole=whole)
+            finally:
+                self._store.blocks.tell_hosts()
+            # Durable before the answer: a crash does not bring back what was forgotten.
+            await self._store.blocks.commit()
+            with trio.move_on_after(HOSTS_TIMEOUT_S), suppress(KvfsError):
+                await self._store.plane.notify_flush()
+
+        await self._with_progress(work, progress, lambda: {"done": forgetting.done.files})
+        return {"path": path, **asdict(forgetting.done)}
 
     def _kept(self, kept: Mapping[str, Kept]) -> dict[str, object]:
         """Blocks that stay, by the reason, as part of an answer."""

@@ -16,6 +16,7 @@ import trio
 from kvfs.errors import ExistsError, IsDirectoryError, KvfsError, NamesFullError, StaleInodeError
 from kvfs.frontend.fuse import errno_of, room_in_journal
 from kvfs.namespace.files import Namespace
+from kvfs.namespace.forgetting import NextNames
 from kvfs.plane import FUSE_FLUSH, Call, Plane
 from kvfs.record import Inode, Kind
 from kvfs.store.table_room import WAIT_S
@@ -28,8 +29,9 @@ _UNLINK, _RENAME, _CREATE = 10, 12, 35
 class Calls:
     """Handlers over one namespace, all in the one trio thread."""
 
-    def __init__(self, namespace: Namespace, plane: Plane) -> None:
-        self._namespace, self._plane = namespace, plane
+    def __init__(self, namespace: Namespace, plane: Plane, removals: NextNames | None = None) -> None:
+        """removals: is told of names that are removed."""
+        self._namespace, self._plane, self._removals = namespace, plane, removals
         self._handlers: dict[int, Callable[[Call], None]] = {
             _CREATE: self._create, _UNLINK: self._unlink, _RENAME: self._rename, FUSE_FLUSH: self._flush,
         }  # fmt: skip
@@ -128,6 +130,8 @@ class Calls:
         )
 
     def _unlink(self, call: Call) -> None:
+        if self._removals is not None:
+            self._removals.bring(InodeNumber(call.inode), call.name)
         self._namespace.unlink(InodeNumber(call.inode), call.name)
         self._plane.answer(call.id, 0)
 

@@ -48,6 +48,8 @@ _STOP_S = 2.0
 _FIRST_S = 0.2
 # After this time an owner that is pushed aside has noticed.
 _YIELD_S = 2.5 * owner.INTERVAL_S
+# A mark waits this long for the beat that is being written. Beyond it the device hangs.
+_MARK_S = 10.0
 
 
 @dataclass(slots=True)
@@ -59,6 +61,8 @@ class _Slot:
     wake: threading.Event = field(default_factory=threading.Event)
     stopping: bool = False
     clear: bool = True
+    # Held from the making of a page until it is written: an older page never lands on a newer one.
+    writing: threading.Lock = field(default_factory=threading.Lock)
     thread: threading.Thread | None = None
 
 
@@ -249,9 +253,18 @@ class Heart:
         return self._mark(present)
 
     def mark(self, device: Device, index: int) -> None:
-        """Say the same on a device that is back. DeviceError."""
+        """Say the same on a device that is back. DeviceError, also where a beat's write there does not end."""
         self._mounted[index] = self.me.epoch
-        self._put(index, device, durable=True)
+        slot = self._slots.get(index)
+        if slot is None:
+            self._put(index, device, durable=True)
+            return
+        if not slot.writing.acquire(timeout=_MARK_S):
+            raise DeviceError(f"{device.path}: the write of a beat has not ended for {_MARK_S:.0f} s")
+        try:
+            self._put(index, device, durable=True)
+        finally:
+            slot.writing.release()
 
     def next_epoch(self) -> int:
         """The epoch that raise_epoch() may be given: above all of any node. Blocks. FormatError if there is none."""
@@ -361,7 +374,8 @@ class Heart:
                 slot.wake.wait(owner.INTERVAL_S)
                 slot.wake.clear()
             if slot.clear and self.lost is None:
-                self._clear_one(slot.index, slot.door)
+                with slot.writing:
+                    self._clear_one(slot.index, slot.door)
         except (DeviceError, OSError) as error:
             log.debug("%s", error)
         finally:
@@ -376,7 +390,8 @@ class Heart:
             return
         reason = self.judge(slot.index, page, self._opened.config)
         if reason is None:
-            self._write(slot.index, slot.door)
+            with slot.writing:
+                self._write(slot.index, slot.door)
             return
         with self._lock:
             if self.lost is not None:

@@ -140,7 +140,7 @@ def live_status(
         "devices": devices,
         "counters": counters,
         "latency": {operation: plane.latency(operation) for operation in OPERATIONS},
-        "advice": [*numbers.notes, *_takes_no_writes(store)],
+        "advice": [*numbers.notes, *_takes_no_writes(store), *filter(None, [store.slabs.refused])],
     }
 
 

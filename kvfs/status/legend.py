@@ -29,6 +29,7 @@ LEGENDS: dict[str, tuple[tuple[str, str], ...]] = {
         ("namespace", "a directory with all that is below it, but for those that have rows of their own"),
         ("blocks, bytes", "closed files, and the sum of their sizes"),
         ("hits", _HITS),
+        ("unused", "bytes that were stored in the pool since any of these was used"),
         ("newest, oldest", "how long ago these were written"),
         ("total", "the sum of the rows above"),
     ),

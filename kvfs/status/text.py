@@ -145,6 +145,35 @@ def render_evicted(result: Json) -> str:
     return "\n".join(lines)
 
 
+def render_removed(result: Json) -> str:
+    """The text of `kvfs rm` of one place."""
+    path = printable(str(result.get("path")))
+    if "blocks" in result:
+        pins = len(items(result, "pins"))
+        pinned = f", {counted(pins, 'pin')} among them" if pins else ""
+        blocks, size = counted(number(result, "blocks"), "block"), size_text(number(result, "bytes"))
+        return f"{path}: {blocks} of {size} would go{pinned}; nothing was removed"
+    files, size = counted(number(result, "files"), "file"), size_text(number(result, "bytes"))
+    lines = [f"{path}: removed {files} of {size} and {counted(number(result, 'directories'), 'directory')}"]
+    if opened := number(result, "open"):
+        are = "is" if opened == 1 else "are"
+        lines.append(f"  note: {opened:.0f} of them {are} open; its space is free after the last close")
+    if shared := number(result, "shared"):
+        lines.append(f"  note: {_stay(shared)}: other nodes have such names too; kvfs rm there")
+    return "\n".join(lines)
+
+
+def _stay(directories: float) -> str:
+    return f"{counted(directories, 'directory')} {'stays' if directories == 1 else 'stay'}"
+
+
+def told_filled(result: Json) -> str:
+    """Why `kvfs rm` has failed at a place, or nothing."""
+    filled = number(result, "filled")
+    where = printable(str(result.get("path")))
+    return f"{where}: {_stay(filled)}: blocks are stored there all the time" if filled else ""
+
+
 def _user_rows(status: Json) -> list[list[str]]:
     """The holders of blocks that eviction leaves alone."""
     title = f"user (share {size_text(number(status, 'share'))})"
@@ -285,7 +314,7 @@ def render_list(document: Json, *, pins_only: bool = False) -> str:
 
 
 def _places(head: str, places: Sequence[Json]) -> list[str]:
-    rows = [[head, "blocks", "bytes", "hits", "newest", "oldest"]]
+    rows = [[head, "blocks", "bytes", "hits", "unused", "newest", "oldest"]]
     for place in places:
         ages = [age_text(number(place, key)) if key in place else "-" for key in ("newest_s", "oldest_s")]
         rows.append(
@@ -294,6 +323,7 @@ def _places(head: str, places: Sequence[Json]) -> list[str]:
                 f"{number(place, 'blocks'):.0f}",
                 size_text(number(place, "bytes")),
                 count_text(number(place, "hits")),
+                size_text(number(place, "unused_bytes")) if "unused_bytes" in place else "-",
                 *ages,
             ]
         )

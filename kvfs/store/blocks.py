@@ -20,7 +20,7 @@ import trio
 
 from kvfs.errors import KvfsError
 from kvfs.index.lmdb import LmdbIndex
-from kvfs.names import Evicted, Leave, Look, step
+from kvfs.names import Evicted, Leave, Look, Removed, step
 from kvfs.plane import OpenState, Plane, PlaneError
 from kvfs.podmap import Rights
 from kvfs.pool.format import META_IN_FLIGHT, META_NUMBER, META_VERSION
@@ -383,6 +383,24 @@ class Blocks:
             self.count_pinned(inode, None)
             self.pins.remove(number)
         return evicted
+
+    # ---- many removals ----
+
+    @step
+    def remove_files(self, directory: InodeNumber, numbers: Sequence[InodeNumber]) -> Removed:
+        """Files of a directory lose their names and go, as by unlink(2). Hosts are told soon. Those that are left are
+        the caller's: directories, links, slabs and pinned files."""
+        self.index.bring(numbers)
+        removed = self.names.remove_files(directory, numbers)
+        self.segments.take_notes()
+        if removed.files:
+            self._evicted.set()
+        return removed
+
+    def untell(self, parent: InodeNumber, name: bytes) -> None:
+        """A directory was removed by nobody's request: hosts are told soon."""
+        self.names.untold(parent, name)
+        self._evicted.set()
 
     # ---- lingering ----
 

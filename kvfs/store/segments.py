@@ -258,6 +258,11 @@ class Segments:
         """The clock by which blocks age (eviction.py)."""
         return self.pages_written // self._tick_pages
 
+    @property
+    def tick_size(self) -> int:
+        """Bytes that are stored in a tick of it."""
+        return self._tick_pages * PAGE_SIZE
+
     # ---- what the data plane did ----
 
     @step

@@ -52,7 +52,8 @@ class Slabs:
     """All slabs of a pool. One trio thread."""
 
     def __init__(self, blocks: Blocks, sealing: Sealing, quota: float) -> None:
-        """`quota`: the part of the pool's segments that slabs may have."""
+        """`quota`: the part of the pool's segments that slabs may have. refused: advice about
+        the last file that became no slab for it, or ""."""
         segments = blocks.segments
         self._segments, self._index, self._plane, self._sealing = segments, blocks.index, blocks.plane, sealing
         self._space, self._shares, self.names = blocks.space, blocks.shares, blocks.names
@@ -71,6 +72,7 @@ class Slabs:
     def take_quota(self, quota: float) -> None:
         """Slabs that there are stay, also beyond a smaller one."""
         self.quota = int(len(self._segments.own) * quota)
+        self.refused = ""
 
     @property
     def count(self) -> int:
@@ -100,9 +102,7 @@ class Slabs:
             await self._make(number, size, chosen)
 
     async def _make(self, number: InodeNumber, size: int, chosen: bool) -> None:
-        pages = self._pages(number)
-        needed = max(1, -(-size // (self._run_pages * PAGE_SIZE))) - pages // self._run_pages
-        used = self.segment_count
+        pages, used, needed = self._pages(number), self.segment_count, self._needed(number, size)
         if used + needed > self.quota:
             area = self._segments.area * PAGE_SIZE
             raise NoSpaceError(
@@ -133,6 +133,20 @@ class Slabs:
         self._changed()
         self._mark(number, True)
 
+    def _needed(self, number: InodeNumber, size: int) -> int:
+        """Segments that a slab of `size` bytes takes beyond those that it has."""
+        return max(1, -(-size // (self._run_pages * PAGE_SIZE))) - self._pages(number) // self._run_pages
+
+    def _advise(self, number: InodeNumber, size: int) -> None:
+        wanted, own = self.segment_count + self._needed(number, size), len(self._segments.own)
+        if self.quota < wanted <= own:
+            share = next(each / 100 for each in range(1, 101) if int(own * (each / 100)) >= wanted)
+            self.refused = (
+                f"a file that asked for a slab of {told_size(size)} is one as any other: slabs would take {wanted} of "
+                f"{own} segments, slab_quota gives them {self.quota}: slab_quota = {share:g} in pool.toml, SIGHUP to "
+                "the daemon, then the file anew"
+            )
+
     async def _extend(self, number: InodeNumber, size: int, chosen: bool, runs: list[Run]) -> None:
         with trio.fail_after(_TURN_TIMEOUT_S):
             while True:
@@ -159,8 +173,9 @@ class Slabs:
         except BusyError:
             return False
         except NoSpaceError as error:
+            self._advise(number, size)
             if not self._is_slab(number):
-                log.info("inode %d: a file as any other: %s", number, error)
+                log.warning("inode %d: a file as any other: %s", number, error)
                 return False
             try:
                 await self._plane.slab_to_file(number, writers_stay=True)
@@ -168,7 +183,7 @@ class Slabs:
                 if refused.errno == errno.EPERM:  # its owner chose a slab, or no file can be so large
                     raise error from None
                 raise
-            log.info("inode %d: no slab any more, a file as any other: %s", number, error)
+            log.warning("inode %d: no slab any more, a file as any other: %s", number, error)
             self._mark(number, False)
             # Its pages count as a file's now. Until its segments are given back they would count twice.
             while number in self._slabs:

@@ -42,8 +42,8 @@ enum kvfs_client_flags {
 struct kvfs_options {
     uint32_t size;         /* sizeof(struct kvfs_options): the fields that this caller knows */
     uint32_t flags;        /* enum kvfs_client_flags */
-    uint32_t timeout_ms;   /* deadline of a device and of the daemon; 0: $KVFS_TIMEOUT_MS, or 2000 */
-    uint32_t depth;        /* blocks a call has in flight, 1 to 64; 0: 8 */
+    uint32_t timeout_ms;   /* of silence, of a device and of the daemon; 0: $KVFS_TIMEOUT_MS, or 2000 */
+    uint32_t depth;        /* blocks that a call reads at a time, 1 to 64; 0: 8 */
     uint64_t staging_size; /* bytes of pinned memory for kvfs_prestage(), at most; 0: 256 MiB */
 };
 
@@ -129,6 +129,12 @@ int kvfs_delete(struct kvfs_client *client, const struct kvfs_keys *keys, uint8_
 int kvfs_lease(struct kvfs_client *client, const struct kvfs_keys *keys, uint32_t milliseconds, uint64_t *lease, uint8_t *held);
 /* 1: the lease was in force until now; 0: it had ended, with its deadline, connection or daemon, or is 0. -ETIMEDOUT: it ends by itself. */
 int kvfs_release(struct kvfs_client *client, uint64_t lease);
+/* A claim is a lease that nobody waits for, between a look-up and a load. One frame tells the daemon which of these blocks exist; a later call takes its
+ * answer in. Blocks that the daemon does not grant are not kept. Nothing is claimed while it is gone, late with earlier claims, or takes no more. Returns
+ * how many blocks it was told of. -EINVAL: 0 milliseconds, or what cannot be a key. */
+int kvfs_claim(struct kvfs_client *client, const struct kvfs_keys *keys, uint32_t milliseconds);
+/* Each key is given back to its oldest claim; one that waits for no other key is released. Waits for nobody. Returns how many were claimed. */
+int kvfs_unclaim(struct kvfs_client *client, const struct kvfs_keys *keys);
 /* For eviction each block counts as read now; it is no hit of statistics. A hint: a daemon that is busy or gone does not hear of it. Returns how many
  * exist. */
 int kvfs_touch(struct kvfs_client *client, const struct kvfs_keys *keys);

@@ -357,6 +357,15 @@ void kvfs_blocks_evict(struct kvfs_plane *plane, uint32_t segment, const uint64_
 /* The same for files that are worth nothing without each other, wherever they lie: while one is open within its users' shares, or written, all stay. Those
  * that are leased stay without the others. */
 void kvfs_group_evict(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count, uint8_t *gone, struct kvfs_evicted *evicted);
+/* One step: files of a directory lose their names and go, as by unlink(2); hosts will have to be told of the names. left[i] = 1 for those that
+ * are the caller's: directories, links, slabs, pinned files, and those whose records are not in memory. */
+struct kvfs_removed {
+    uint32_t files;
+    uint32_t open;  /* of these: they live on without a name until the last close */
+    uint64_t bytes; /* of sealed ones */
+};
+void kvfs_files_remove(struct kvfs_plane *plane, uint64_t directory, const uint64_t *inodes, uint32_t count, uint8_t *left,
+                       struct kvfs_removed *removed);
 /* For each inode: tick of its last use << 8 | hits. Hits are opens for reading since the mount, and stop at 255; an inode's creation is its
  * first use, and no hit. Blocks that were there at the mount begin with the age that kvfs_uses_begin() gives them. 0 for missing inodes. */
 int kvfs_inode_uses(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count, uint32_t *uses);

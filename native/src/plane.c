@@ -384,6 +384,7 @@ int kvfs_device_use(struct kvfs_plane *plane, uint32_t device) {
     if (r < 0)
         return fail(r, "%s", reason);
     atomic_store(&plane->array.devices[device].stuck_until_ns, 0);
+    atomic_fetch_add(&plane->array.devices[device].uses, 1);
     atomic_fetch_add(&plane->array.devices_changed, 1);
     atomic_store(&plane->array.devices[device].stopped, false);
     return 0;

@@ -79,8 +79,34 @@ static void test_the_piece_at_the_end_goes_too(void) {
     arena_free(&arena);
 }
 
+/* A heap would keep it for the next: malloc maps a size once, and takes it from a heap after that. */
+static void test_what_is_beyond_the_arena_goes_with_its_last_user(void) {
+    const uint64_t sizes[] = {SMALL_SIZE, CHUNK_SIZE, UNIT};
+    for (int i = 0; i < 3; i++) {
+        struct arena arena;
+
+        CHECK(arena_init(&arena, sizes[i], 1) == 0);
+        struct slot *of_arena = slot_get(&arena);
+        for (int turn = 0; turn < 3; turn++) {
+            struct slot *slot = slot_get_extra(&arena);
+            CHECK(of_arena && slot && !slot->arena && slot->size == sizes[i] && (uintptr_t)slot->data % PAGE == 0);
+            uint8_t *data = slot->data;
+            memset(data, 1, sizes[i]);
+            slot_ref(slot);
+            slot_put(slot);
+            CHECK(resident(data, sizes[i]) == sizes[i]);
+            slot_put(slot);
+            unsigned char page;
+            CHECK_SAY(mincore(data, PAGE, &page) == -1 && errno == ENOMEM, "%d bytes are mapped on, turn %d", (int)sizes[i], turn);
+        }
+        slot_put(of_arena);
+        arena_free(&arena);
+    }
+}
+
 int main(void) {
     RUN(test_trim_gives_back_whole_huge_pages);
     RUN(test_the_piece_at_the_end_goes_too);
+    RUN(test_what_is_beyond_the_arena_goes_with_its_last_user);
     return 0;
 }

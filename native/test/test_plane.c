@@ -102,6 +102,57 @@ static void test_faults(void) {
     free(data);
 }
 
+/* Its memory is with reads of other threads, whose devices answer for longer than a deadline; then none answers. */
+static void test_a_read_that_waits_for_memory_goes_by_the_answers_to_any_ring(void) {
+    static struct slot *taken[2048];
+    static uint8_t landing[PAGE] __attribute__((aligned(PAGE)));
+    const uint64_t size = 1 << 20, timeout_ns = plane->array.io_timeout_ms * 1000000ull;
+    struct arena *arenas[] = {&plane->reading, &plane->reading_small};
+    struct ring other;
+    uint64_t fh;
+    uint8_t *data = pattern(size, 17);
+    uint64_t inode = create("waits", &fh);
+    CHECK(write_at(inode, fh, 0, data, (uint32_t)size) == 0 && flush_and_seal(inode, fh, "waits") == 0);
+    release(inode, fh);
+    int error;
+    fh = open_read(inode, &error);
+    CHECK(ring_init(&other, &plane->array, 8) == 0);
+    for (int answers = 1; answers >= 0; answers--) {
+        uint32_t count = 0, all = arenas[0]->slot_count + arenas[1]->slot_count;
+        CHECK(all <= sizeof(taken) / sizeof(*taken));
+        for (uint64_t until = now_ns() + 20000000000ull; count < all && now_ns() < until;) /* reads before this may hold some */
+            if ((taken[count] = slot_get(arenas[0])) || (taken[count] = slot_get(arenas[1])))
+                count++;
+        CHECK(count == all);
+        struct fuse_read_in in = {.fh = fh, .offset = 65536, .size = 131072};
+        const uint64_t began = now_ns();
+        ask(FUSE_READ, inode, &in, sizeof(in), NULL, 0);
+        while (answers && now_ns() - began < 3 * timeout_ns) {
+            CHECK(blocking_io(&other, false, 0, 0, &(struct iovec){landing, PAGE}, 1, NULL, 0) == 0);
+            CHECK_SAY(nothing_answered(), "an answer after %d of %d ms", (int)((now_ns() - began) / 1000000), (int)(timeout_ns / 1000000));
+            usleep(1000);
+        }
+        while (answers && count)
+            slot_put(taken[--count]);
+        void *body;
+        size_t length;
+        error = answer(&body, &length);
+        if (answers) {
+            CHECK(error == 0 && length == in.size && memcmp(body, data + in.offset, length) == 0);
+        } else {
+            CHECK_SAY(error == -EIO && now_ns() - began >= timeout_ns, "%d after %d ms", error, (int)((now_ns() - began) / 1000000));
+            while (count)
+                slot_put(taken[--count]);
+        }
+    }
+    ring_free(&other);
+    usleep(600000); /* until then it is the same read, with its deadline over */
+    CHECK(read_check(inode, fh, 0, (uint32_t)size, data, size) == 0);
+    release(inode, fh);
+    free(data);
+    printf("ok a read that waits for memory goes by the answers to any ring\n");
+}
+
 /* Of READs: on a busy machine another request may be slow, too. */
 static uint32_t slow_events(struct kvfs_event *first) {
     struct kvfs_event events[64];
@@ -507,6 +558,7 @@ int main(void) {
     test_bad_requests();
     test_write_seal_read();
     test_faults();
+    test_a_read_that_waits_for_memory_goes_by_the_answers_to_any_ring();
     test_slow_requests_are_told_of();
     test_deadline_of_forwarded_requests();
     test_a_synchronous_write_has_one_deadline();

@@ -199,6 +199,61 @@ static void test_a_group_goes_as_a_whole(void) {
     printf("ok a group goes as a whole\n");
 }
 
+static void test_files_of_a_directory_go_in_one_step(void) {
+    enum { FILES = 5, ELSEWHERE = FILES, ABSENT, DIRECTORY, ALL };
+    uint64_t fh[FILES], inodes[ALL], reader;
+    uint8_t *data = pattern(70000, 6), left[ALL];
+    struct kvfs_removed removed;
+    struct kvfs_record there;
+    int error;
+    char long_name[KVFS_NAME_MAX + 1] = {0};
+    memset(long_name, 'n', KVFS_NAME_MAX);
+    const char *all_names[FILES] = {"closed", "open", "written", "gone", long_name};
+    for (int i = 0; i < FILES; i++) {
+        inodes[i] = create_here(all_names[i], &fh[i]);
+        CHECK(write_at(inodes[i], fh[i], 0, data, 70000) == 0);
+        if (i == 2)
+            continue; /* its writer has it open */
+        flush_soon(inodes[i], fh[i]);
+        CHECK(answer(NULL, NULL) == 0);
+        release(inodes[i], fh[i]);
+    }
+    reader = open_read(inodes[1], &error);
+    CHECK(error == 0 && name_unlink(plane, 1, "gone") == 0);
+    directory_put(70, 1, "seventy");
+    inodes[ELSEWHERE] = 1;
+    inodes[ABSENT] = 7777;
+    inodes[DIRECTORY] = 70;
+    uint32_t pages = record_of(inodes[0]).header_pages + 18;
+    kvfs_names_leave(names, KVFS_LEAVE_HIDING, 1); /* Python looks at each */
+    kvfs_files_remove(plane, 1, inodes, ALL, left, &removed);
+    CHECK(removed.files == 0 && left[0] && left[1] && places[SEGMENT].live_pages == 3 * pages);
+    kvfs_names_leave(names, KVFS_LEAVE_HIDING, 0);
+    kvfs_files_remove(plane, 70, inodes, FILES, left, &removed); /* another directory */
+    CHECK(removed.files == 0 && !left[0] && record_of(inodes[0]).inode == inodes[0]);
+    kvfs_files_remove(plane, 1, inodes, ALL, left, &removed);
+    CHECK(removed.files == 4 && removed.open == 2 && removed.bytes == 3 * 70000);
+    for (int i = 0; i < FILES; i++) {
+        CHECK(left[i] == (i == 3) && kvfs_table_find_name(plane->table, 1, all_names[i], (uint32_t)strlen(all_names[i]), &there) == -ENOENT);
+        CHECK(kvfs_names_is_untold(names, 1, all_names[i], (uint32_t)strlen(all_names[i])) == (i != 3));
+    }
+    CHECK(!left[ELSEWHERE] && left[ABSENT] && left[DIRECTORY] && record_of(70).kind == KVFS_KIND_DIRECTORY);
+    CHECK(segment_notes(SEGMENT) & KVFS_NOTE_GONE && places[SEGMENT].live_pages == pages);
+    CHECK(read_check(inodes[1], reader, 0, 70000, data, 70000) == 0);
+    release(inodes[1], reader);
+    release(inodes[2], fh[2]);
+    struct kvfs_event event;
+    while (kvfs_take_events(plane, &event, 1)) /* IDLE: Python ends them */
+        ;
+    for (int i = 1; i < 3; i++)
+        CHECK(kvfs_inode_remove(plane, inodes[i]) == 0 && kvfs_names_remove(names, inodes[i]) == 0);
+    CHECK(kvfs_inode_remove(plane, 70) == 0 && kvfs_names_remove(names, 70) == 0);
+    places[SEGMENT].live_pages -= pages; /* as Python's step does */
+    kvfs_names_untold(names, 0, "", 0);
+    free(data);
+    printf("ok files of a directory go in one step\n");
+}
+
 static void test_python_gets_what_is_not_in_memory(void) {
     uint64_t fh, inode = create_here("one", &fh);
     release(inode, fh);
@@ -402,7 +457,7 @@ static atomic_uint working;
 #define FIRST_BLOCK (UINT64_C(1) << 40)
 
 static atomic_ullong made, renamed, removed, left_to_python, looked_at;
-static uint64_t evicted_here, groups_gone, groups_kept;
+static uint64_t evicted_here, forgotten, groups_gone, groups_kept;
 
 /* A sealed block of two pages in directory 60. */
 static void block_put(uint64_t inode, uint32_t number) {
@@ -495,6 +550,11 @@ static void evict_some(uint32_t turn) {
         block_put(FIRST_BLOCK + turn * 4ull + i, (turn * 4 + i) % BLOCKS);
     uint32_t count = members_check(inodes);
     kvfs_blocks_look(plane, SEGMENT, inodes, count, looks);
+    if (turn % 8 == 6) {
+        struct kvfs_removed files;
+        kvfs_files_remove(plane, 60, inodes, count / 4, gone, &files);
+        forgotten += files.files;
+    }
     if (turn % 8 && turn % 4 != 1)
         return;
     if (turn % 4 == 1) {
@@ -520,7 +580,7 @@ static void test_threads_beside_commits(void) {
     atomic_store(&working, THREADS);
     for (uintptr_t i = 0; i < THREADS; i++)
         CHECK(pthread_create(&threads[i], NULL, churn, (void *)i) == 0);
-    for (uint32_t turn = 0; atomic_load(&working) || evicted_here < 10 || !groups_gone; turn++) {
+    for (uint32_t turn = 0; atomic_load(&working) || evicted_here < 10 || !groups_gone || !forgotten; turn++) {
         uint64_t size;
         CHECK(kvfs_names_commit_begin(names, &size));
         usleep(300);
@@ -563,6 +623,7 @@ int main(void) {
     test_a_file_is_made_sealed_renamed_and_removed_here();
     test_eviction_takes_all_but_what_is_open();
     test_a_group_goes_as_a_whole();
+    test_files_of_a_directory_go_in_one_step();
     test_python_gets_what_is_not_in_memory();
     test_below_a_pin_python_seals();
     test_a_seal_that_fails_is_pythons();

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from benches.compare import CASES, main
+from benches.compare import CASES, ONE_POOL, main
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 TIMEOUT_S = 1800  # most of it builds the commit
@@ -22,7 +22,7 @@ def git(*words: str | pathlib.Path) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def head() -> Iterator[str]:
     """HEAD's digits; its tree is built for the test, and goes with it if it was not there before."""
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
@@ -69,6 +69,24 @@ def test_a_commit_is_held_against_this_tree_in_pairs(head: str, tmp_path: pathli
     assert first[0].startswith(f"old {head[:12]}, new {head[:12]}") and len(first) == 2 + len(cases) + 4
     assert [path.name for path in tmp_path.iterdir()] == ["compare.json"]
     assert str(tmp_path) not in pathlib.Path("/proc/self/mountinfo").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(TIMEOUT_S + 30)
+def test_both_clients_read_one_pool(head: str, tmp_path: pathlib.Path) -> None:
+    output = tmp_path / "compare.json"
+    words = [head, "--one-pool", "--quick", "--rounds", "2", "--pools", "2", "-o", output, "--directory", tmp_path]
+    command = [REPOSITORY / "tools/compare", *words]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert process.returncode == 0, process.stderr[-3000:]
+    document = json.loads(output.read_text())
+    assert document["failed"] == [] and document["skipped"] == []
+    assert [case["case"] for case in document["cases"]] == list(ONE_POOL)
+    assert process.stderr.count("making") == 2
+    refused = subprocess.run(
+        [*command, "--cases", "store"], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    assert refused.returncode == 2 and "store" in refused.stderr
 
 
 @pytest.mark.parametrize(

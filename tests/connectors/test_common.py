@@ -2,6 +2,7 @@
 
 import logging
 import select
+import threading
 import time
 from types import SimpleNamespace
 
@@ -181,6 +182,29 @@ def test_the_daemon_dies_and_the_pool_goes_and_each_is_said_once(own_pool, conne
     wait_until(lambda: connection.state is State.UP, "the other pool", timeout_s=20)
     assert connection.exists(KEYS) == [False] * 8
     assert finished(connection, connection.submit_put(stored)) == [True] * 8
+
+
+def test_a_connection_that_nobody_uses_hears_of_the_end_by_itself(own_pool, connect, warnings):
+    pool = own_pool(files=2, size="64M")
+    connection, another = connect(pool.mount), connect(pool.mount)
+    assert len(watchers_alive()) == 1, "one for all"
+    pool.kill()
+    wait_until(lambda: connection.state is State.READING and another.state is State.READING, "the kill", timeout_s=20)
+    pool.remount()
+    wait_until(lambda: connection.state is State.UP and another.state is State.UP, "the next daemon", timeout_s=20)
+    pool.umount()
+    wait_until(lambda: connection.state is State.AWAY and another.state is State.AWAY, "the unmount", timeout_s=20)
+    assert connection.counters.lost == 1 and connection.client is None
+    assert len(warnings()) == 4 and sum(": unmounted" in each for each in warnings()) == 2, warnings()
+    pool.start()
+    wait_until(lambda: connection.state is State.UP and another.state is State.UP, "the mount", timeout_s=20)
+    connection.close()
+    another.close()
+    wait_until(lambda: not watchers_alive(), "the end of the watch, which has nothing to do", timeout_s=20)
+
+
+def watchers_alive():
+    return [thread for thread in threading.enumerate() if thread.name == "kvfs-watch"]
 
 
 def test_a_batch_is_over_when_no_device_writes_into_its_memory(own_pool, connect, monkeypatch):

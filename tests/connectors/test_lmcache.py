@@ -21,11 +21,16 @@ SIZE = 1 << 20
 pytestmark = pytest.mark.timeout(600)
 
 
-def configuration(mount, **options):
-    return json.dumps({
-        "type": "native_plugin", "module_path": "kvfs.connectors.lmcache", "class_name": "KvfsClient",
-        "adapter_params": {"mount": str(mount), "timeout_s": 20, **options}, "max_capacity_gb": 0, "shared": True,
-    })  # fmt: skip
+def configuration(mount, *, telling=False, **options):
+    """telling: by the adapter that tells LMCache of removals."""
+    if telling:
+        kind = {"type": "plugin", "module_path": "kvfs.connectors.lmcache_adapter", "class_name": "KvfsAdapter"}
+    else:
+        kind = {
+            "type": "native_plugin", "module_path": "kvfs.connectors.lmcache", "class_name": "KvfsClient",
+            "max_capacity_gb": 0,
+        }  # fmt: skip
+    return json.dumps(kind | {"adapter_params": {"mount": str(mount), "timeout_s": 20, **options}, "shared": True})
 
 
 @pytest.fixture
@@ -221,6 +226,53 @@ def test_options_that_are_wrong_are_refused_by_name(engine, directory):
         assert said.returncode == 1 and "kvfs for lmcache: " in said.stderr and reason in said.stderr
 
 
+@pytest.mark.parametrize("salt", ["", "s" * 128])
+def test_what_kvfs_removes_lmcache_is_told_of(own_pool, lmcache, salt):
+    """A salt of 128 bytes makes names that are too long for keys."""
+    pool = own_pool(files=2, size="128M")
+    which = {"salt": salt, "model": "org/" + "m" * 40 if salt else "org/a-model"}
+    player, other = (lmcache(pool.mount, telling=True) for _ in range(2))
+    told = []
+
+    def stored(blocks):
+        assert all(player.ask("store", blocks, **which)), player.tail()
+
+    def removed(blocks, what):
+        def are_told():
+            told.extend(player.ask("removed", **which))
+            return set(told) >= set(blocks)
+
+        wait_until(are_told, what)
+        assert sorted(set(told)) == sorted(blocks), what
+        told.clear()
+
+    stored(range(COUNT))
+    assert player.ask("used") == COUNT * SIZE
+    pool.command("evict", str(pool.path), "--all")
+    removed(range(COUNT), "evicted")
+    assert player.ask("used") == 0
+    assert player.ask("lookup", range(COUNT), **which) == [False] * COUNT
+
+    # Stored again they count again. A deletion by another is told, too.
+    stored(range(COUNT))
+    assert player.ask("used") == COUNT * SIZE
+    other.ask("delete", [0, 1], **which)
+    removed([0, 1], "deleted by another process")
+    player.ask("delete", [2], **which)
+    removed([2], "deleted by itself")
+    assert player.ask("used") == (COUNT - 3) * SIZE
+
+    # While the daemon is away nothing is gone. A deletion does not outlive its death: those three may be back.
+    pool.kill()
+    assert set(player.ask("removed", **which)) <= {2}, "told twice is told"
+    pool.remount()
+    pool.command("evict", str(pool.path), "--all")
+    wait_until(lambda: player.ask("used") == 0, "evicted by the next daemon")
+    assert set(player.ask("removed", **which)) >= set(range(3, COUNT))
+    player.end()
+    other.end()
+
+
 # ---- LMCache's server ----
 
 
@@ -233,19 +285,29 @@ def free_ports(count):
 
 
 @contextlib.contextmanager
-def server(engine, mount, home):
+def server(engine, mount, home, *more, telling=False):
     """LMCache's server with kvfs behind it: its ports for requests and for HTTP."""
     rpc, http, prometheus = free_ports(3)
-    with (home / "server.log").open("ab") as log:
-        process = begun(engine, [
-            "-m", "lmcache.cli.main", "server", "--host", "127.0.0.1", "--port", str(rpc), "--http-host", "127.0.0.1",
-            "--http-port", str(http), "--prometheus-port", str(prometheus), "--l1-size-gb", "1", "--l1-init-size-gb",
-            "1", "--eviction-policy", "LRU", "--chunk-size", "32", "--supported-transfer-mode", "engine_driven",
-            "--l2-adapter", configuration(mount),
-        ], home, stdout=log, stderr=subprocess.STDOUT)  # fmt: skip
+    arguments = [
+        "server", "--host", "127.0.0.1", "--port", str(rpc), "--http-host", "127.0.0.1",
+        "--http-port", str(http), "--prometheus-port", str(prometheus), "--l1-size-gb", "1", "--l1-init-size-gb",
+        "1", "--eviction-policy", "LRU", "--chunk-size", "32", "--supported-transfer-mode", "engine_driven",
+        "--l2-adapter", configuration(mount, telling=telling), *more,
+    ]  # fmt: skip
+    with running(engine, arguments, http, home):
+        yield rpc, http
+
+
+@contextlib.contextmanager
+def running(engine, arguments, http, home):
+    """A process of LMCache's command, which answers at a port for HTTP."""
+    with (home / f"{arguments[0]}.log").open("ab") as log:
+        process = begun(engine, ["-m", "lmcache.cli.main", *arguments], home, stdout=log, stderr=subprocess.STDOUT)
         try:
-            wait_until(lambda: fetched(http, "/") is not None, "LMCache's server", timeout_s=120, interval_s=0.5)
-            yield rpc, http
+            wait_until(
+                lambda: fetched(http, "/") is not None, f"LMCache's {arguments[0]}", timeout_s=120, interval_s=0.5
+            )
+            yield
         finally:
             os.killpg(process.pid, signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -277,6 +339,37 @@ def test_a_new_server_of_lmcaches_finds_in_kvfs_the_chunks_of_the_one_before(eng
             counted.append({name.partition("{")[0]: float(value) for name, _, value in lines if "_total{" in name})
     assert counted[0]["kvfs_connector_stored_total"] == 32 and counted[0]["kvfs_connector_loaded_total"] == 0
     assert counted[1]["kvfs_connector_stored_total"] == 0 and counted[1]["kvfs_connector_loaded_total"] >= 32
+
+
+@pytest.mark.slow
+def test_lmcaches_coordinator_hears_of_what_kvfs_evicts(engine, own_pool, tmp_path):
+    """Its directory of a fleet's chunks has those in kvfs, and has them no more when they are gone."""
+    pool = own_pool(files=2, size="512M")
+    there = engine("lmcache")
+    (port,) = free_ports(1)
+    with running(there, ["coordinator", "--host", "127.0.0.1", "--port", str(port)], port, tmp_path):
+        url = f"http://127.0.0.1:{port}"
+        more = ["--coordinator-url", url, "--coordinator-event-reporting"]
+        with server(there, pool.mount, tmp_path, *more, telling=True) as (rpc, http):
+            there.run(
+                "-m", "lmcache.cli.main", "bench", "server", "--rpc-url", f"tcp://127.0.0.1:{rpc}", "--url",
+                f"http://127.0.0.1:{http}", "--mode", "cpu", "--num-tokens", "256", "--start", "0", "--end", "4",
+                "--kvcache-shape-spec", "(2,64,16,2,32):float32:2", "--format", "json",
+                HOME=os.fspath(tmp_path), LMCACHE_TRACK_USAGE="false",
+            )  # fmt: skip
+
+            def on_disk():
+                return json.loads(fetched(port, "/directory/stats") or "{}")
+
+            wait_until(lambda: on_disk()["l2_count"] == 32, "the chunks in the directory")
+
+            def evicted():
+                # Look-ups lease what they find, for some seconds.
+                pool.command("evict", str(pool.path), "--all")
+                return not files_below(pool.mount / "lmcache")
+
+            wait_until(evicted, "an empty pool", interval_s=1)
+            wait_until(lambda: on_disk()["l2_count"] == 0, "none in the directory")
 
 
 def fetched(port, path):

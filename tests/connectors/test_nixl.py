@@ -9,9 +9,11 @@ import os
 import re
 import select
 import shutil
+import struct
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import helpers
 import pytest
@@ -187,10 +189,14 @@ def test_two_agents_share_a_pool(player, directory):
     assert other("query", KEYS) == [MIB] * len(KEYS) and other("load", KEYS, MIB) == ["DONE", [True] * len(KEYS)]
     assert other("store", KEYS, 2 * MIB, 1) == "DONE"
     assert one("load", KEYS, 2 * MIB, 1) == ["DONE", [True] * len(KEYS)]
-    # Another namespace is another set.
-    third = player("third")
-    third("create", {"mount": str(directory), "namespace": "alone"})
-    assert third("query", KEYS) == [None] * len(KEYS)
+    # Another namespace, or another revision of the weights, is another set.
+    for name, parameters in (("third", {"namespace": "alone"}), ("fourth", {"namespace": "shared", "revision": "v2"})):
+        apart = player(name)
+        apart("create", {"mount": str(directory), **parameters})
+        assert apart("query", KEYS) == [None] * len(KEYS)
+    assert apart("store", KEYS[:1], MIB) == "DONE"
+    assert file_of(directory, "shared/@v2", KEYS[0]).exists()
+    assert one("load", KEYS, 2 * MIB, 1) == ["DONE", [True] * len(KEYS)]
 
 
 def test_with_telemetry_transfers_are_counted(player, directory):
@@ -302,25 +308,56 @@ def test_a_full_pool_fails_stores_and_serves_loads(player, own_pool):
 
 
 def site_of(nixl):
-    return next(nixl.python.parent.parent.glob("lib/python3*/site-packages"))
+    """Where its packages lie: a folder of their own, beside the environment."""
+    return Path(nixl.run("-c", "import nixl; print(nixl.__path__[0])").stdout.splitlines()[-1]).parent
 
 
-def test_a_version_that_was_not_tried_is_refused_unless_it_is_forced(nixl, plugins, player, directory, tmp_path):
+def test_another_version_is_warned_of_and_loaded_if_its_interface_is_the_same(
+    nixl, plugins, player, directory, tmp_path
+):
     """The same wheel under another version: directories of links, and another name of its metadata."""
     site, other = site_of(nixl), tmp_path / "site"
     other.mkdir()
     for name in ("nixl", "nixl_cu12", ".nixl_cu12.mesonpy.libs", "nixl_cu12.libs"):
         shutil.copytree(site / name, other / name, copy_function=os.symlink)
-    os.symlink(site / "nixl_meta_utils.py", other / "nixl_meta_utils.py")
+    for path in site.glob("nixl_meta_utils.py"):
+        os.symlink(path, other / path.name)
     (other / "nixl_cu12-9.8.7.dist-info").mkdir()
     path = f"{other}:{nixl.site}"
-    agent = player("refused", PYTHONPATH=path)
-    assert "NIXL_ERR_NOT_FOUND" in agent("create", {"mount": str(directory)})
-    line = next(line for line in agent.said().splitlines() if "9.8.7" in line)
-    assert "was not tried with" in line and "KVFS_NIXL_ANY_VERSION=1" in line and str(other) in line
+    tried = player("tried", PYTHONPATH=path)
+    tried("create", {"mount": str(directory), "namespace": "another"})
+    assert tried("store", KEYS, MIB) == "DONE" and tried("load", KEYS, MIB) == ["DONE", [True] * len(KEYS)]
+    line = next(line for line in tried.said().splitlines() if "9.8.7" in line)
+    assert "was not tried with" in line and "its interface is the same" in line and str(other) in line
+    # Two slots of the tables are exchanged in NIXL's own plugin, as if two functions had changed places.
+    own = other / ".nixl_cu12.mesonpy.libs/plugins"
+    exchanged = exchange(site / ".nixl_cu12.mesonpy.libs/plugins/libplugin_POSIX.so", "_ZTV15nixlPosixEngine", 3, 4)
+    (own / "libplugin_POSIX.so").unlink()
+    (own / "libplugin_POSIX.so").write_bytes(exchanged)
+    refused = player("refused", PYTHONPATH=path)
+    assert "NIXL_ERR_NOT_FOUND" in refused("create", {"mount": str(directory)})
+    line = next(line for line in refused.said().splitlines() if "9.8.7" in line)
+    assert "virtual function 3 is supportsNotif() const, and not supportsLocal() const" in line
+    assert "KVFS_NIXL_ANY_VERSION=1" in line and "plugins/libplugin_POSIX.so" in line
     forced = player("forced", PYTHONPATH=path, KVFS_NIXL_ANY_VERSION="1")
     forced("create", {"mount": str(directory), "namespace": "forced"})
     assert forced("store", KEYS, MIB) == "DONE" and "loaded all the same" in forced.said()
+
+
+def exchange(library, kind, first, second):
+    """A library's bytes, with two slots of a table of virtual functions exchanged: by the relocations that fill it."""
+    readelf = shutil.which("readelf")
+    if not readelf:
+        pytest.skip("NOT RUN: no readelf: binutils")
+    said = subprocess.run([readelf, "-W", "--dyn-syms", library], capture_output=True, text=True, check=True).stdout
+    table = next(int(line.split()[1], 16) for line in said.splitlines() if line.endswith(f" {kind}"))
+    data = bytearray(library.read_bytes())
+    # A relocation has the slot's address, then the symbol with the type, then an addend.
+    places = [data.index(struct.pack("<Q", table + 16 + 8 * slot)) + 8 for slot in (first, second)]
+    symbols = [data[at : at + 8] for at in places]
+    for at, symbol in zip(places, reversed(symbols), strict=True):
+        data[at : at + 8] = symbol
+    return bytes(data)
 
 
 def virtual_functions(library, kind):
@@ -364,6 +401,47 @@ def test_the_virtual_functions_are_in_the_order_of_the_wheel(nixl, plugins):
     assert [index for index, (_, arguments) in enumerate(theirs) if "Remote" in arguments] == [
         index for index, (_, arguments) in enumerate(ours) if "Remote" in arguments
     ]
+
+
+# --- NIXL's own plugin of files ---
+
+TRUNCATED = """
+import json, os, sys, time
+import numpy as np
+from nixl._api import nixl_agent, nixl_agent_config
+agent = nixl_agent("a", nixl_agent_config(backends=[]))
+agent.create_backend("POSIX", json.loads(sys.argv[2]))
+with open(sys.argv[1], "wb") as file:
+    file.write(b"A" * 4096)
+descriptor, memory = os.open(sys.argv[1], os.O_RDWR), np.full(1 << 20, 0x5A, dtype=np.uint8)
+here, there = [(memory.ctypes.data, memory.nbytes, 0)], [(0, memory.nbytes, descriptor)]
+for rows, kind in ((here, "DRAM"), (there, "FILE")):
+    agent.register_memory(agent.get_reg_descs([(*row, "") for row in rows], kind), backends=["POSIX"])
+try:
+    handle = agent.initialize_xfer(
+        "READ", agent.get_xfer_descs(here, "DRAM"), agent.get_xfer_descs(there, "FILE"), "a", backends=["POSIX"]
+    )
+    state, begun = agent.transfer(handle), time.monotonic()
+    while state == "PROC" and time.monotonic() < begun + 100:
+        time.sleep(0.001)
+        state = agent.check_xfer_state(handle)
+except Exception as error:
+    state = type(error).__name__
+print(json.dumps([state, int((memory == 0x5A).sum())]), flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("version", ["1.3.2", "1.4.1", "1.5.1"])
+def test_a_short_file_is_a_load_that_succeeds_before_1_5(engine, tmp_path, version):
+    """As docs/engines.md has it, of NIXL's own plugin; ours refuses it with each (above)."""
+    try:
+        there = engine(f"nixl=={version}")
+    except pytest.skip.Exception:
+        pytest.skip(f"NOT RUN: no NIXL {version}; tools/engine-matrix makes it")
+    for parameters, refuses in (({}, version >= "1.5"), ({"use_posix_aio": "true"}, True)):
+        said = there.run("-c", TRUNCATED, tmp_path / "short", json.dumps(parameters)).stdout
+        assert json.loads(said.splitlines()[-1]) == ["nixlBackendError" if refuses else "DONE", MIB - 4096], parameters
 
 
 # --- the directory of plugins ------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import MIB, REPOSITORY, content, wait_until
+from helpers import MIB, REPOSITORY, content, slowness, wait_until
 from image import Image, flipped
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -52,7 +52,7 @@ class Player:
     def ask(self, what, timeout_s=ANSWER_S, **arguments):
         self.process.stdin.write(json.dumps({"do": what, **arguments}) + "\n")
         self.process.stdin.flush()
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + timeout_s * slowness()
         line = ""
         while not line:
             readable, _, _ = select.select(
@@ -182,6 +182,22 @@ def test_what_is_stored_is_found_in_the_same_step_and_loads_the_same(own_pool, v
     assert player.warnings() == []
 
 
+def test_between_two_steps_an_answer_is_not_an_old_one(own_pool, vllm):
+    pool = own_pool(files=2, size="128M")
+    player, other = vllm(pool.mount), vllm(pool.mount)
+    between = lambda: player.ask("lookup_between", numbers=list(range(COUNT)))  # noqa: E731
+    assert between() == [False] * COUNT
+    assert other.store(range(COUNT)) == COUNT
+    wait_until(lambda: all(between()), "what another engine stored")
+    pool.command("evict", str(pool.path), "--all")
+    wait_until(lambda: not any(between()), "what was evicted, to be a miss")
+
+
+def test_several_threads_call_one_tier(own_pool, vllm):
+    player = vllm(own_pool(files=2, size="128M").mount)
+    assert player.ask("crowd", rounds=100) == same(400)
+
+
 def test_a_prefix_of_3600_blocks_is_looked_up_within_a_step(own_pool, vllm):
     pool = own_pool(files=2, size="128M")
     player = vllm(pool.mount, block_size=4096, options={"block_size": 4096, "chunks": 4096})
@@ -200,13 +216,21 @@ def test_the_block_before_is_told_with_each_block(own_pool, vllm):
     assert player.ask("parents", numbers=list(range(300))) == [None, *keys[:-1]]
 
 
-def test_a_request_says_how_long_its_blocks_are_needed(own_pool, vllm):
+@pytest.mark.parametrize(
+    ("to_keep", "to_end"),
+    [
+        ({"hint": {"keep_s": 600}}, {"hint": {"done": True}}),
+        ({"actions": [["kv.retain", {"ttl_s": 600}]]}, {"actions": [["kv.demote", {}]]}),
+    ],
+    ids=["parameters", "envelope"],
+)
+def test_a_request_says_how_long_its_blocks_are_needed(own_pool, vllm, to_keep, to_end):
     pool = own_pool(files=2, size="128M")
     player = vllm(pool.mount)
     kept, done, others = list(range(4)), list(range(100, 110)), list(range(200, 210))
-    assert player.ask("store", numbers=kept, hint={"keep_s": 600}) == len(kept)
-    assert pool.status()["counters"]["leased_blocks"] == len(kept)
-    assert player.ask("store", numbers=done, hint={"done": True}) == len(done)
+    assert player.ask("store", numbers=kept, **to_keep) == len(kept)
+    leased(pool, len(kept))
+    assert player.ask("store", numbers=done, **to_end) == len(done)
     assert player.ask("store", numbers=others) == len(others)
     for hint in ({"done": False}, {"keep_s": -1}, {"soon": 1}, "done"):  # passed over, and said in the log
         assert player.ask("store", numbers=[300], hint=hint) is not None
@@ -222,6 +246,82 @@ def test_a_request_says_how_long_its_blocks_are_needed(own_pool, vllm):
         player.ask("forget")
         first += 10
     assert all(player.lookup(kept))
+
+
+def leased(pool, count):
+    wait_until(lambda: pool.status()["counters"]["leased_blocks"] == count, f"leases of {count} blocks")
+
+
+def hint_counts(player, **expected):
+    """The hints' counters become these. A block whose store is over when its request ends may be done twice."""
+    sums = dict.fromkeys(expected, 0)
+
+    def come():
+        player.ask("step")
+        for name, count in player.ask("stats").items():
+            if name.removeprefix("vllm:kvfs_") in sums:
+                sums[name.removeprefix("vllm:kvfs_")] += count
+        return all(sums[name] >= count for name, count in expected.items())
+
+    wait_until(come, f"{expected}")
+    assert sums | {"hints_done": 0} == expected | {"hints_done": 0}
+
+
+def test_hints_are_limited_to_blocks_that_a_router_knows_and_to_the_client_s_share(own_pool, vllm):
+    pool = own_pool(files=2, size="256M")  # of which one client leases a sixteenth
+    player = vllm(pool.mount)
+    hashes = player.ask("hashes", numbers=list(range(100)))
+    some = [["kv.pin", {"ttl_s": 600, "block_hashes": hashes[:3] + hashes[50:]}], ["kv.demote", {}]]
+    assert (
+        player.ask("store", numbers=list(range(COUNT)), actions=[*some, ["kv.fetch", {}], ["kv.pin", []]]) is not None
+    )
+    hint_counts(player, hints=2, hints_ignored=2, hints_done=COUNT - 3, hints_refused=0)
+    leased(pool, 3)
+    assert player.ask("store", numbers=list(range(10, 42)), actions=[["kv.retain", {"ttl_s": 10**9}]]) == 32
+    wait_until(lambda: player.ask("stats").get("vllm:kvfs_hints_refused"), "a refusal")
+    assert 3 < pool.status()["counters"]["leased_blocks"] < 35
+    assert player.load(range(10, 42)) == same(32)
+    player.stop()  # killed: its leases go with it
+    leased(pool, 0)
+
+
+def ahead(player, numbers, ttl_s=300):
+    hashes = player.ask("hashes", numbers=list(numbers))
+    player.ask("hint", actions=[["kv.prefetch", {"block_hashes": hashes, "ttl_s": ttl_s}]])
+
+
+def test_a_prefetch_brings_blocks_of_any_engine_to_where_a_load_finds_them(own_pool, vllm):
+    pool = own_pool(files=2, size="256M")
+    other, player = vllm(pool.mount), vllm(pool.mount)
+    assert player.ready["chunks"] == 64, "of which 16 may be ahead"
+    assert other.store(range(20)) == 20
+    ahead(player, [3, 999, *range(8)])
+    hint_counts(player, hints=1, hints_ahead=8, hints_refused=1, hints_kept=0)
+    assert player.ask("near", numbers=list(range(10))) == [True] * 8 + [False] * 2
+    leased(pool, 0)
+    pool.command("evict", str(pool.path), "--all")
+    assert player.ask("load", numbers=list(range(4))) == same(4)
+    hint_counts(player, hints_used=4)
+
+    # Those that came after the list of all was made, and no more than a quarter of the memory.
+    assert other.store(range(30, 50)) == 20
+    ahead(player, range(30, 50))
+    hint_counts(player, hints=1, hints_ahead=12, hints_refused=8)
+    assert player.ask("load", numbers=list(range(30, 42))) == same(12)
+    hint_counts(player, hints_used=12)
+    ahead(player, range(42, 50))
+    hint_counts(player, hints_ahead=8, hints_refused=0)
+
+
+def test_an_engine_that_is_killed_in_the_middle_of_a_prefetch_leaves_nothing(own_pool, vllm):
+    pool = own_pool(files=2, size="256M")
+    other, player = vllm(pool.mount), vllm(pool.mount)
+    assert other.store(range(16)) == 16
+    ahead(player, range(16))
+    player.ask("step")
+    player.stop()  # killed: whatever it was at
+    leased(pool, 0)
+    assert other.load(range(16)) == same(16)
 
 
 def test_eviction_in_a_small_pool_is_a_miss_and_never_a_wrong_block(own_pool, vllm):
@@ -377,23 +477,23 @@ def test_what_kvfs_stores_and_removes_is_told(own_pool, vllm):
     player = vllm(pool.mount, events=True, options={"enable_kv_events": True})
     player.store(range(COUNT))
     keys = player.ask("keys", numbers=list(range(COUNT)))
-    owner = f"kvfs:{player.ask('space')}"
-    assert player.ask("events") == [[keys, False, owner]]
+    # With an ownership Dynamo drops it; without an expected removal vLLM forgets the hashes of a chunk's blocks.
+    fields = ["LOCAL", None, True]
+    assert player.ask("events") == [[keys, False, fields]]
     assert player.ask("events") == []
-    import kvfs
-
-    if not hasattr(kvfs, "events"):
-        pytest.skip("NOT RUN: this kvfs has no events")
+    # vLLM empties its tiers, and says to routers that all is gone. They hear of the others when they are loaded.
+    assert player.load(range(3)) == same(3)
+    assert player.ask("events") == [[keys[:3], False, fields]]
     pool.command("evict", str(pool.path), "--all")
     told = []
 
     def gone():
         told.extend(player.ask("events"))
-        return sum(len(names) for names, _, _ in told) == COUNT
+        return sum(len(names) for names, _, _ in told) == 3
 
-    wait_until(gone, "the removal of all", timeout_s=20)
-    assert {name for names, _, _ in told for name in names} == set(keys)
-    assert all(removed and by == owner for _, removed, by in told)
+    wait_until(gone, "the removal of those that were told", timeout_s=20)
+    assert {name for names, _, _ in told for name in names} == set(keys[:3])
+    assert all(removed and of_all == fields for _, removed, of_all in told)
 
 
 @pytest.mark.parametrize(
@@ -404,6 +504,7 @@ def test_what_kvfs_stores_and_removes_is_told(own_pool, vllm):
         ({"timeout_s": 0}, "timeout_s 0: 0.001 to 3600"),
         ({"depth": 65}, "depth 65: 1 to 64"),
         ({"depth": "8"}, "depth '8': 1 to 64"),
+        ({"hints": "no"}, "hints 'no': true and false"),
     ],
 )
 def test_an_option_that_cannot_be_is_named(vllm, options, words):
@@ -419,4 +520,4 @@ def test_without_vllm_the_import_says_which_versions_were_tried():
     )
     assert ended.returncode == 1
     last = ended.stderr.strip().splitlines()[-1]
-    assert "needs vLLM with secondary tiers; it was tried with 0.32.0 and 0.33.0: No module named 'vllm'" in last
+    assert "No module named 'vllm'" in last and "tried with 0.31.0, 0.32.0, 0.33.0" in last

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import pytest
 from helpers import REPOSITORY
 
+from engines import environments
+
 PYTHON = REPOSITORY / ".venv-clients" / "bin" / "python"
 SOURCES = REPOSITORY / "build" / "clients"
 SCRIPTS = REPOSITORY / "tests" / "engines" / "scripts"
@@ -78,12 +80,23 @@ MISSES = {
 }
 
 
+def places(case):
+    """The engine's Python, and the folder with its packages. Those of tools/engine-matrix where it names one."""
+    versions = (each.partition("==") for each in os.environ.get("KVFS_ENGINE_VERSIONS", "").split())
+    name, version = next(((name, version) for name, _, version in versions if name == case.engine), (case.engine, ""))
+    if not version:
+        return PYTHON, SOURCES / case.sources[0] if case.sources else None
+    assert environments.is_there(name, version), f"{name} {version}: tools/engine-matrix --folders makes it"
+    return environments.place(name, version) / "bin/python", environments.folder_place(name, version)
+
+
 class Player:
     """The engine's process."""
 
     def __init__(self, case, directory, home):
+        python, source = places(case)
         missing = [name for name in case.sources if not (SOURCES / name / ".unpacked").exists()]
-        if not PYTHON.exists() or missing:
+        if python == PYTHON and (not PYTHON.exists() or missing):
             pytest.skip(
                 f"the client {case.engine} is not installed ({', '.join(missing) or 'torch'}): run tools/setup-clients"
             )
@@ -102,9 +115,8 @@ class Player:
             if not (SOURCES / "vllm" / "stubs" / "libtorch_cuda.so").exists():
                 pytest.skip("vLLM's C lookup needs the stub libraries of tools/setup-clients")
         self.log = (home / "player.log").open("ab")
-        source = SOURCES / case.sources[0] if case.sources else home
         self.process = subprocess.Popen(
-            [PYTHON, SCRIPTS / "player.py", case.engine, directory, source],
+            [python, SCRIPTS / "player.py", case.engine, directory, source or home],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.log,

@@ -16,6 +16,7 @@ from helpers import KIB, Pool, content, slowness, wait_until
 from test_held_mounts import HeldPool, _kernel, in_thread, pool  # noqa: F401
 
 import kvfs
+from kvfs.connectors import watch
 from kvfs.connectors.common import Connection, Options, State
 from kvfs.errors import NotMountedError
 
@@ -213,21 +214,36 @@ def test_a_connector_drops_no_store_in_a_take_over(pool: HeldPool) -> None:  # n
     connection.close()
 
 
+def test_a_connector_that_hears_of_the_gap_by_itself_drops_no_store(pool: HeldPool) -> None:  # noqa: F811
+    options = Options(str(pool.mount), timeout_s=60 * slowness())
+    with closing(Connection(options, "space", engine="a test")) as connection:
+        assert connection.put([(b"first", b"1")]) == [True]
+        pool.end(signal.SIGKILL)
+        time.sleep(3 * watch.PERIOD_S)  # it has looked meanwhile
+        assert (connection.state, connection.exists([b"first"])) == (State.UP, [True])
+        ticket = connection.submit_put([(b"second", b"2")])
+        pool.start()
+        assert connection.wait(60 * slowness())
+        assert [(done.ticket, done.results) for done in connection.drain()] == [(ticket, [True])]
+        assert (connection.state, connection.counters.dropped, connection.counters.lost) == (State.UP, 0, 0)
+
+
 def test_a_connector_without_a_daemon_reads_on_whatever_it_asks(pool: HeldPool) -> None:  # noqa: F811
     with closing(Connection(Options(str(pool.mount), timeout_s=0.5), "space", engine="a test")) as connection:
         assert connection.put([(b"first", b"1")]) == [True]
         pool.end(signal.SIGKILL)
-        assert connection.keep([b"first"], 60) == [False]
+        assert connection.lease([b"first"], 60) is None
         assert connection.delete([b"first"]) == [False]
         assert connection.put([(b"second", b"2")]) == [False]
         assert (connection.state, connection.exists([b"first"])) == (State.READING, [True])
         begun = time.monotonic()
         for _ in range(100):  # it is known to be away: none of them waits
-            assert connection.keep([b"first"], 60) == [False]
+            assert connection.lease([b"first"], 60) is None
         assert time.monotonic() - begun < 10 * slowness()
         pool.start()
         wait_until(lambda: connection.state is State.UP, "the next daemon")
-        assert connection.keep([b"first"], 60) == [True]
+        lease = connection.lease([b"first"], 60)
+        assert lease is not None and lease.held == [True]
         assert connection.counters.lost == 0
 
 

@@ -78,6 +78,7 @@ OF_THE_DAEMON = {
     "test_file_chains.py",
     "test_metrics.py",
     "test_rings.py",
+    "test_rm_verb.py",
     "test_store_batches.py",
     "test_top.py",
     "test_verbs.py",

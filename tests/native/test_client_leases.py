@@ -330,6 +330,44 @@ def test_a_daemon_that_hangs_is_a_deadline(pool):
         assert wait_until(released, "the daemon to be asked again") == [False]
 
 
+def test_claims_keep_blocks_like_leases_and_end_when_they_were_loaded(pool, client):
+    store(pool, client, KEYS, False)
+    assert client.claim([*KEYS[:3], b"none"], 60) == 3 and client.claim(KEYS[2:4], 60) == 2
+    assert evict_all(pool) == {"leased": 4}
+    assert client.exists(KEYS[:6]) == [True] * 4 + [False] * 2
+    assert client.unclaim([*KEYS[:3], b"none"]) == 3
+    wait_until(lambda: counters(pool)["leased_blocks"] == 2, "the first claim to end")
+    assert client.unclaim(KEYS[2:4]) == 2 and client.unclaim(KEYS) == 0
+    wait_until(lambda: counters(pool)["leases_open"] == 0, "the second to end")
+    assert evict_all(pool) == {} and not any(client.exists(KEYS))
+
+
+def test_claims_wait_for_no_daemon_and_end_with_it(pool):
+    with kvfs.connect(pool.mount, "llama", gpu=None, timeout_s=1) as client:
+        store(pool, client, KEYS[:4], False)
+        os.kill(pool.pid(), signal.SIGSTOP)
+        try:
+            began = time.monotonic()
+            assert client.claim(KEYS[:2], 60) == 2, "the daemon reads it when it goes on"
+            assert client.unclaim(KEYS[:1]) == 1
+            while time.monotonic() < began + 1.01:
+                time.sleep(0.05)
+            assert client.claim(KEYS[2:4], 60) == 0, "nothing more is asked of a daemon that is late"
+        finally:
+            os.kill(pool.pid(), signal.SIGCONT)
+        wait_until(lambda: counters(pool)["leased_blocks"] == 2, "the claim")
+        assert client.unclaim(KEYS[:2]) == 1, "its answer is taken in late"
+        wait_until(lambda: counters(pool)["leases_open"] == 0, "the end of the claim")
+        assert client.claim(KEYS[:4], 60) == 4
+        pool.kill()
+        began = time.monotonic()
+        assert client.unclaim(KEYS[:4]) in (0, 4) and client.claim(KEYS[:4], 60) == 0
+        assert time.monotonic() - began < 0.5 * slowness()
+        pool.remount()
+        wait_until(lambda: client.exists(KEYS[:1]) and client.claim(KEYS[:4], 60) == 4, "the next daemon")
+        wait_until(lambda: counters(pool)["leased_blocks"] == 4, "the claim on it")
+
+
 def test_a_forked_child_has_no_lease(client):
     lease = client.lease(KEYS[:1], 60)
 

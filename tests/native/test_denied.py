@@ -136,14 +136,16 @@ def test_a_connector_that_can_do_no_io_after_a_restart_of_the_daemon_is_away(own
     pool = own_pool(files=2, size="64M")
     client_of(pool)
     with Connector(pool, "EPERM") as connector:
-        assert connector.ask()[:5] == ["up", [True, True], [True], True, [True]]
+        # Denied before the daemon ends: a connector connects again by itself.
+        assert connector.ask("deny")[:5] == ["up", [True, True], [True], True, [True]]
         pool.kill()
         pool.remount()
-        for line in ("deny", "look", "look"):
-            state, exists, put, _, results, said = connector.ask(line)
+        for _ in range(3):
+            state, exists, put, _, results, said = connector.ask()
             assert (state, exists, put, results) == ("away", [False, False], [False], [False])
-            ((level, text),) = said
-            assert level == "WARNING" and NO_THREAD in text
+            # A look between the two daemons may have told of the first one's end.
+            assert [level for level, _ in said] in (["WARNING"], ["WARNING"] * 2), said
+            assert [NO_THREAD in text for _, text in said] == [False] * (len(said) - 1) + [True], said
 
 
 @pytest.mark.parametrize("call", ["setup", "register", "enter"])

@@ -242,3 +242,29 @@ def test_eight_nodes_on_devices_of_the_kernel(tmp_path: pathlib.Path) -> None:
         (pod.nodes[7].mount / "of-0").unlink()
         for node in pod.nodes:
             missing(node.mount / "of-0", 30)
+
+
+def test_kvfs_rm_forgets_what_each_node_has(pod: Pod, here: pathlib.Path, there: pathlib.Path) -> None:
+    """On one node the other's blocks stay, with the directories that both have; then the last one takes these."""
+    (here / "r1" / "00").mkdir(parents=True)
+    wait_until((there / "r1" / "00").is_dir, "the directory at node 1")
+    (here / "r1" / "00" / "a").write_bytes(block(1))
+    (there / "r1" / "00" / "b").write_bytes(block(2))
+    (here / "r1" / "own").mkdir()
+    (here / "r1" / "own" / "c").write_bytes(block(3))
+    found(there / "r1" / "00" / "a", block(1))
+    found(here / "r1" / "00" / "b", block(2))
+    said = pod.kvfs("rm", here / "r1").stdout
+    assert f"/{here.name}/r1: removed 2 files of 2.00M and 1 directory\n" in said, said
+    assert "note: 1 directory stays: other nodes have such names too; kvfs rm there" in said, said
+    missing(there / "r1" / "00" / "a")
+    missing(there / "r1" / "own")
+    found(there / "r1" / "00" / "b", block(2))
+    found(here / "r1" / "00" / "b", block(2))
+    assert pod.kvfs("rm", there / "r1").stdout.startswith(f"/{there.name}/r1: removed 1 file of 1.00M")
+    for node in (here, there):
+        missing(node / "r1" / "00")
+    # Directories above such that both have stay empty, until the first is asked once more.
+    pod.kvfs("rm", here / "r1", "--force")
+    for node in (here, there):
+        missing(node / "r1")

@@ -191,6 +191,48 @@ def test_a_running_node_takes_a_new_epoch_durably_on_all_devices(tmp_path: Path)
         assert page_of(a).mounted == 3
 
 
+def test_a_beat_that_is_being_written_never_lands_on_a_newer_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (pool,) = make_pod(tmp_path)
+    write_page, held, raised, landed = Device.write, threading.Event(), threading.Event(), threading.Event()
+
+    def slow(device: Device, offset: int, data: bytes, *, durable: bool = True) -> None:
+        beats = threading.current_thread().name == "beat 0"
+        if beats and not held.is_set():
+            held.set()
+            # It may land as soon as the epoch was raised. A raise that waits for it finds it ended at last.
+            raised.wait(0.5)
+        write_page(device, offset, data, durable=durable)
+        if beats:
+            landed.set()
+
+    monkeypatch.setattr(Device, "write", slow)
+    # The next beat would write the page anew.
+    monkeypatch.setattr(owner, "INTERVAL_S", 60.0)
+    with opened(pool) as found:
+        heart = mounted(found)
+        heart.start(unexpected)
+        assert held.wait(10 * slowness())
+        assert heart.raise_epoch(heart.next_epoch()) == {}
+        raised.set()
+        assert landed.wait(10 * slowness())
+        assert [page_of(found, device).mounted for device in range(2)] == [2, 2]
+        heart.stop()
+
+
+def test_a_mark_on_a_device_whose_beat_hangs_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvfs.pool.heart._MARK_S", 0.05)
+    (pool,) = make_pod(tmp_path)
+    with opened(pool) as found:
+        heart = mounted(found)
+        heart.start(unexpected)
+        with heart._slots[0].writing:
+            failed = heart.raise_epoch(heart.next_epoch())
+        assert list(failed) == [0] and "the write of a beat has not ended" in failed[0]
+        heart.stop()
+
+
 class FailingDevice(Device):
     def write(self, offset: int, data: bytes, *, durable: bool = True) -> None:
         raise DeviceError("no write")

@@ -19,7 +19,6 @@ from podmounts import NEWS_S, Node, Pod, settle
 import kvfs
 from kvfs.connectors.common import Connection, Done, options_of
 from kvfs.connectors.leases import Leases
-from kvfs.frontend.wire import Type
 
 BLOCKS = list(range(COUNT))
 KEYS = [b"block %d" % i for i in range(8)]
@@ -232,20 +231,26 @@ def test_a_connection_replaces_and_deletes_what_another_nodes_stored(
 
 
 def test_a_connection_leases_what_another_nodes_stored(pod: Pod, connect: Callable[[Node], Connection]) -> None:
-    """A daemon that does not know the question refuses all of them; then eviction makes misses of them."""
     here, there = map(connect, pod.nodes)
     stored = shared(here, there)
     leases = Leases(there, 60)
-    leases.take(KEYS)
-    asks_owners = hasattr(Type, "FOREIGN_LEASE")
-    assert (leases.taken, leases.refused) == ((8, 0) if asks_owners else (0, 8))
     owner = pod.nodes[0]
+    taken = 0
+
+    def held() -> bool:
+        """An owner is given 50 ms for an answer, which a busy machine may need more than."""
+        nonlocal taken
+        taken += 1
+        leases.take(KEYS)
+        return bool(owner.status()["counters"]["leased_blocks"] == 8)
+
+    wait_until(held, "the leases at the owner", timeout_s=NEWS_S)
     owner.command("evict", str(owner.path), "--all")
-    if asks_owners:
-        read = items()
-        assert there.get_into(read) == [SIZE] * 8
-        assert bytes_of(read) == bytes_of(stored)
-    leases.give_back(KEYS)
+    read = items()
+    assert there.get_into(read) == [SIZE] * 8
+    assert bytes_of(read) == bytes_of(stored)
+    for _ in range(taken):
+        leases.give_back(KEYS)
 
     def evicted() -> bool:
         owner.command("evict", str(owner.path), "--all")

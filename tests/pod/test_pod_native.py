@@ -648,9 +648,16 @@ def test_a_connectors_connection_is_as_on_one_node(pod: Pod, a: Client, b: Clien
         assert connection.get_ranges([(keys[0], 9000, part)]) == [5000] and part == block(1, SIZE)[9000:14_000]
         assert connection.get_into([(keys[1], whole)]) == [SIZE] and whole == block(2, SIZE)
         leases = Leases(connection, 5)
-        wait_until(lambda: leases.take(keys) or leases.taken, "a lease", timeout_s=10)
-        wait_until(lambda: leased_blocks(pod.nodes[0]) == 2, "the lease at the owner", timeout_s=10)
-        for _ in range(leases.taken):
+        taken = 0
+
+        def take() -> bool:
+            nonlocal taken
+            taken += 1
+            leases.take(keys)
+            return leased_blocks(pod.nodes[0]) == 2
+
+        wait_until(take, "the lease at the owner", timeout_s=10)
+        for _ in range(taken):
             leases.give_back(keys)
         wait_until(lambda: leased_blocks(pod.nodes[0]) == 0, "its release", timeout_s=10)
         assert connection.delete(keys) == [True, True]

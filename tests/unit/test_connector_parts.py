@@ -1,122 +1,80 @@
-"""The small parts of the connectors: leases between look-up and load, spoiled keys, counters for Prometheus."""
+"""The small parts of the connectors: leases, spoiled keys, counters for Prometheus, versions, revisions."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvfs.connectors import leases as leases_
-from kvfs.connectors import versions
-from kvfs.connectors.common import Counters, State
-from kvfs.connectors.leases import PAUSE_S, Leases
+from kvfs.connectors import tried, versions
+from kvfs.connectors.common import Counters, State, options_of
+from kvfs.connectors.leases import Leases
 from kvfs.connectors.lmcache import key_of
 from kvfs.connectors.metrics import Exporter
 from kvfs.connectors.spoiled import Spoiled
-from kvfs.errors import DeadlineError
+from kvfs.errors import NotMountedError
 
 
 class Client:
-    """The leases of kvfs.Client: refused are those keys that are in `refused`."""
+    """The claims of kvfs.Client."""
 
     def __init__(self) -> None:
-        self.alive: set[int] = set()
-        self.asked: list[list[bytes]] = []
-        self.refused: set[bytes] = set()
-        self.hangs = False
+        self.said: list[tuple[str, list[bytes]]] = []
+        self.fails = False
 
-    def lease(self, keys: Sequence[bytes], seconds: float) -> Any:
-        self.asked.append(list(keys))
-        if self.hangs:
-            raise DeadlineError("the daemon gave no answer")
-        number = len(self.asked)
-        self.alive.add(number)
-        return SimpleNamespace(held=[key not in self.refused for key in keys], release=lambda: self.released(number))
+    def claim(self, keys: Sequence[bytes], seconds: float) -> int:
+        self.said.append(("claim", list(keys)))
+        if self.fails:
+            raise NotMountedError("unmounted")
+        return len(keys)
 
-    def released(self, number: int) -> None:
-        self.alive.remove(number)
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    now = [100.0]
-    monkeypatch.setattr(leases_, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    return now
+    def unclaim(self, keys: Sequence[bytes]) -> int:
+        self.said.append(("unclaim", list(keys)))
+        if self.fails:
+            raise NotMountedError("unmounted")
+        return len(keys)
 
 
-def held_by(client: Client | None, seconds: float = 10.0) -> Leases:
-    connection: Any = SimpleNamespace(client=client, state=State.UP if client else State.AWAY)
+def leases_of(client: Client | None, seconds: float = 10.0, state: State = State.UP) -> Leases:
+    connection: Any = SimpleNamespace(client=client, state=state if client else State.AWAY)
     return Leases(connection, seconds)
 
 
-def test_a_lease_goes_back_when_all_that_it_holds_was_loaded(clock: list[float]) -> None:
+def test_a_look_up_claims_once_what_it_found_and_a_load_gives_it_back_once() -> None:
     client = Client()
-    leases = held_by(client)
+    leases = leases_of(client)
     leases.take([b"a", b"b"])
-    leases.take([b"b", b"c"])
-    assert client.alive == {1, 2}
+    leases.take([])
+    leases.give_back([b"a", b"c"])
+    leases.give_back([])
+    assert client.said == [("claim", [b"a", b"b"]), ("unclaim", [b"a", b"c"])]
+
+
+def test_a_claim_that_fails_is_none() -> None:
+    client = Client()
+    client.fails = True
+    leases = leases_of(client)
+    leases.take([b"a"])
     leases.give_back([b"a"])
-    assert client.alive == {1, 2}
-    leases.give_back([b"b", b"never leased"])
-    assert client.alive == {2}, "of a key that two look-ups hold, the oldest lease lets go"
-    leases.give_back([b"b", b"c"])
-    assert client.alive == set() and leases.taken == 4
+    assert len(client.said) == 2
 
 
-def test_a_lease_whose_time_is_over_is_forgotten(clock: list[float]) -> None:
+def test_a_daemon_that_is_away_is_told_nothing() -> None:
     client = Client()
-    leases = held_by(client)
-    leases.take([b"a"])
-    clock[0] += 10.0
-    leases.take([b"b"])
-    leases.give_back([b"a"])
-    assert client.alive == {1, 2}, "the daemon has dropped the first by itself"
-    leases.give_back([b"b"])
-    assert client.alive == {1}
+    leases_of(client, state=State.READING).take([b"a"])
+    leases_of(None).take([b"a"])
+    leases_of(None).give_back([b"a"])
+    assert client.said == []
 
 
-def test_keys_that_are_not_held_are_not_waited_for(clock: list[float]) -> None:
+def test_without_leases_nothing_is_claimed() -> None:
     client = Client()
-    client.refused = {b"b"}
-    leases = held_by(client)
-    leases.take([b"a", b"b"])
-    leases.give_back([b"a"])
-    assert client.alive == set() and (leases.taken, leases.refused) == (1, 1)
-
-
-def test_a_daemon_that_gives_no_answer_is_left_alone_for_a_while(clock: list[float]) -> None:
-    client = Client()
-    client.hangs = True
-    leases = held_by(client)
-    leases.take([b"a"])
-    leases.take([b"a"])
-    assert len(client.asked) == 1
-    clock[0] += PAUSE_S
-    client.hangs = False
-    leases.take([b"a"])
-    assert client.alive == {2}
-    leases.close()
-    assert client.alive == set()
-
-
-def test_a_daemon_that_is_away_is_not_waited_for() -> None:
-    client = Client()
-    connection: Any = SimpleNamespace(client=client, state=State.READING)
-    leases = Leases(connection, 10.0)
-    leases.take([b"a"])
-    assert client.asked == []
-    connection.state = State.UP
-    leases.take([b"a"])
-    assert client.asked == [[b"a"]]
-
-
-def test_without_leases_nothing_is_asked() -> None:
-    held_by(None).take([b"a"])
-    zero = Client()
-    held_by(zero, 0.0).take([b"a"])
-    assert zero.asked == []
+    leases_of(client, 0.0).take([b"a"])
+    leases_of(client, 0.0).give_back([b"a"])
+    assert client.said == []
 
 
 def test_spoiled_keys_are_bounded_and_the_oldest_go() -> None:
@@ -155,7 +113,56 @@ def test_what_was_counted_since_the_last_time_is_added() -> None:
     assert REGISTRY.get_sample_value("kvfs_connector_hits_total", labels) == 0
 
 
-def test_an_engine_that_does_not_import_is_named_with_the_versions_that_were_tried() -> None:
-    error = versions.missing("no-such-engine", ("1.2", "1.3"), ImportError("no module", name="no_such"))
+def test_an_engine_that_does_not_import_is_named_with_the_versions_that_were_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(tried.VERSIONS, "no-such-engine", ("1.2", "1.3"))
+    error = versions.missing("no-such-engine", ImportError("no module", name="no_such"))
     assert "no-such-engine: no module (it is not installed here" in str(error) and "1.2, 1.3" in str(error)
     assert error.name == "no_such"
+
+
+def test_an_engine_that_lacks_something_is_refused_by_all_that_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs = {"json": ("JSONDecoder.decode", "JSONDecoder.gone", "absent"), "no_such_module": ("x",)}
+    monkeypatch.setitem(versions.NEEDS, "pip", needs)
+    monkeypatch.setattr(versions, "installed", lambda _: "99.1")
+    assert [each.split(" (")[0] for each in versions.probe("pip")] == [
+        "json: JSONDecoder.gone", "json: absent", "no_such_module",
+    ]  # fmt: skip
+    error = str(versions.missing("pip", ImportError("cannot import name 'absent'")))
+    assert "json: JSONDecoder.gone, json: absent, no_such_module (ModuleNotFoundError" in error
+    assert "version 99.1 is installed" in error
+
+
+def test_a_field_that_only_instances_have_is_found_by_its_declaration(monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = ("Counters.lookups", "Options.mount", "Options.nothing", "State.UP")
+    monkeypatch.setitem(versions.NEEDS, "itself", {"kvfs.connectors.common": fields})
+    assert versions.probe("itself") == ["kvfs.connectors.common: Options.nothing"]
+
+
+def test_a_version_that_was_not_tried_is_warned_of_and_no_other(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(tried.VERSIONS, "vllm", ("1.0", "1.1"))
+    logger = logging.getLogger("kvfs.connectors")
+    assert not any(versions.warn_untried("vllm", version, logger) for version in ("1.1", "1.0+cpu", None))
+    assert caplog.messages == []
+    assert versions.warn_untried("vllm", "1.2.post1", logger)
+    assert "version 1.2.post1 was not tried" in caplog.messages[0] and tried.DATE in caplog.messages[0]
+    assert "1.0, 1.1" in caplog.messages[0]
+
+
+def test_another_revision_of_the_weights_is_another_namespace() -> None:
+    def space(**options: object) -> str:
+        return options_of("an engine", {"mount": "/mnt/kv", "namespace": "a", **options}).space("model", "layout")
+
+    assert space() == space(revision="") == space(revision=None) == "a/model/layout"
+    assert space(revision="v2") == "a/@v2/model/layout" and space(revision=7) == "a/@7/model/layout"
+    odd = {space(revision=revision) for revision in ("x/y", "x_y", "x\ny", "../x", "." * 2, "x" * 300)}
+    assert len(odd) == 6 and all(each.count("/") == 3 and each.startswith("a/@") for each in odd)
+
+
+@pytest.mark.parametrize("revision", [True, 1.5, ["a"], b"a"])
+def test_a_revision_that_is_no_text_is_refused(revision: object) -> None:
+    with pytest.raises(ValueError, match=r"an engine: revision .* a text is needed"):
+        options_of("an engine", {"mount": "/mnt/kv", "revision": revision})

@@ -86,6 +86,19 @@ def lent_in(text: str) -> list[int]:
     ]
 
 
+def test_every_posix_test_runs_in_a_guest_or_is_the_daemon_s_own() -> None:
+    tree = ast.parse((REPOSITORY / "tests/guests/test_virtiofs.py").read_text())
+    lists = {
+        node.targets[0].id: ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Name)
+        and node.targets[0].id in ("SUITE", "OF_THE_DAEMON")
+    }
+    named = [name for names in (*lists["SUITE"].values(), lists["OF_THE_DAEMON"]) for name in names]
+    assert sorted(named) == sorted(path.name for path in (REPOSITORY / "tests/posix").glob("test_*.py"))
+
+
 def test_memory_is_lent_to_c_at_one_door_which_refuses_memoryviews() -> None:
     """The garbage collector clears a memoryview that has exports, and their end is a SIGSEGV."""
     found = {

@@ -57,5 +57,7 @@ def test_every_name_of_kvfs_and_every_error_says_what_it_is() -> None:
 def test_every_call_of_a_client_has_an_asynchronous_form_or_none_by_intent() -> None:
     calls = {name.partition(".")[2] for name, _ in members(kvfs.Client)}
     there = {name.partition(".")[2] for name, _ in members(asynchronous.TrioClient)}
-    # Not of a client that waits in threads: its life, what it makes, GPUs' modes, and a queue, which has completions.
-    assert calls - there == {"close", "trio", "asyncio", "queue", "mode", "mode_reason", "gpu_reader"}
+    # Not of a client that waits in threads: its life, what it makes, GPUs' modes, a queue, which has completions, and
+    # claims, which wait for nobody.
+    none = {"close", "trio", "asyncio", "queue", "mode", "mode_reason", "gpu_reader", "claim", "unclaim"}
+    assert calls - there == none

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import re
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,10 @@ def test_beyond_the_quota_nothing_is_taken(tmp_path: Path) -> None:
         assert store.slabs.segment_count == used
         another = new_file(store, b"another")
         assert not await store.slabs.preallocate(another, quota * MIB), "a file as any other"
+        told = re.search(r"would take (\d+) of (\d+) segments.* slab_quota = (\S+) in pool.toml", store.slabs.refused)
+        assert told is not None and int(told[1]) > quota
+        parts = [int(int(told[2]) * each) for each in (float(told[3]) - 0.01, float(told[3]))]
+        assert parts[0] < int(told[1]) <= parts[1], "enough, and no more than that"
         assert await store.slabs.preallocate(another, MIB // 2)
         assert not await store.slabs.resize(another, quota * MIB), "a file as any other, from now on"
         assert store.slabs.segment_count == used and store.plane.file_size(another) == MIB // 2

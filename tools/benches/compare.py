@@ -11,6 +11,9 @@ makings first and pairs of each then, and each making's own median stands beside
 The build `old` is a commit, `new` this tree as it is. Of the old build only its command line and its libkvfs are used.
 The clients are this tree's; the native one loads the libkvfs of the build whose pool it works on.
 
+With --one-pool both libkvfs read blocks of one pool, the new build's. Only native reads can be so: what differs then is
+the client.
+
 A replay is this tree's `kvfs replay`, also by libkvfs: a daemon speaks with newer clients. Its pool is full from the
 start, and each run goes on in the trace where the one before it ended.
 """
@@ -19,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import dataclasses
 import datetime
 import functools
@@ -60,6 +64,7 @@ from kvfs.replay.invent import invent
 JSON_VERSION = 1
 MEMORY = Path("/dev/shm")
 BLOCK = 2 * MIB
+LARGE = 16 * MIB
 KEYS_A_CALL = 4_096
 SPACE = "compare/blocks"
 WARM_UP = 0.1  # of a run, before the first pair of a making
@@ -125,6 +130,13 @@ class Contender:
         words = ["--size", BLOCK, "--count", self.size.blocks, "--batch", min(64, self.size.blocks)]
         self.native("put", "--space", SPACE, *words)
         return SPACE
+
+    @functools.cached_property
+    def large(self) -> str:
+        """The namespace of blocks that are many I/Os each."""
+        space = "compare/large"
+        self.native("put", "--space", space, "--size", LARGE, "--count", self.size.blocks // 2, "--batch", 4)
+        return space
 
     @functools.cached_property
     def keys(self) -> str:
@@ -217,6 +229,12 @@ def _get(batch: int, depth: int) -> Run:
     return run
 
 
+def _get_large(side: Contender, index: int, share: float) -> Json:
+    count = side.size.blocks // 2
+    words = ["--size", LARGE, "--count", count, "--batch", count, "--depth", 64, "--passes", _part(8, share)]
+    return side.native("get", "--space", side.large, *words, "--seed", 1 + index)
+
+
 def _exists(side: Contender, index: int, share: float) -> Json:
     words = ["--count", side.size.keys, "--batch", KEYS_A_CALL, "--passes", _part(100, share), "--seed", 1 + index]
     return side.native("exists", "--space", side.keys, *words)
@@ -259,6 +277,8 @@ CASES = {
     "lookup": Case("files", "stat of a missing name", _lookup),
     "get": Case("files", "get of one 2 MiB block", _get(1, 1)),
     "get-batch": Case("files", "2 MiB block of a get of 32, depth 8", _get(32, 8)),
+    "get-deep": Case("files", "2 MiB block of a get of 32, depth 64", _get(32, 64)),
+    "get-large": Case("files", "16 MiB block of a get of 16, depth 64", _get_large),
     "exists": Case("files", f"key of an exists for {KEYS_A_CALL:,}", _exists),
     "store": Case("files", "write of 2 MiB and close, 4 threads, evicting", _store(96), settles=True),
     "put": Case("files", "2 MiB block of a put of 64, evicting", _put, settles=True),
@@ -273,6 +293,8 @@ CASES = {
     "nvme-store": Case("nvme", "write of 2 MiB and close, 4 threads, evicting, NVMe/TCP", _store(48), settles=True),
 }
 KINDS = ("files", "zram", "nvme")
+# Native reads: blocks that one client has put are those of any.
+ONE_POOL = ("get", "get-batch", "get-deep", "get-large", "exists")
 
 
 # ---- makings ----
@@ -282,8 +304,10 @@ class Comparison:
     """Both builds, and the results of their pairs so far."""
 
     def __init__(
-        self, bench: Bench, builds: Sequence[Build], cases: Sequence[str], size: Size, base: Path, trace: Path
-    ) -> None:
+        self, bench: Bench, builds: Sequence[Build], cases: Sequence[str], size: Size, base: Path, trace: Path,
+        one_pool: bool,
+    ) -> None:  # fmt: skip
+        self.one_pool = one_pool
         self.bench, self.cases, self.size, self.base, self.trace = bench, cases, size, base, trace
         self.builds = {build.name: build for build in builds}
         self.pairs: dict[str, list[Pair]] = {name: [] for name in cases}
@@ -312,6 +336,8 @@ class Comparison:
         self, stack: contextlib.ExitStack, kind: str, making: int, order: Sequence[str]
     ) -> Mapping[str, Contender]:
         """Devices and pools of both builds, in this order."""
+        if self.one_pool:
+            order = ["new"]
         devices: dict[str, Sequence[Path | str]] = {}
         files: dict[str, list[Path]] = {}
         for name in order:
@@ -336,6 +362,11 @@ class Comparison:
             mounted = pool.mount()
             side = Side(name, mounted.root, mounted.lower, mounted.pid)
             sides[name] = Contender(self.bench, build, pool, side, self.size, self.trace)
+        if self.one_pool:
+            filled = sides["new"]
+            assert filled.space and filled.large and filled.keys  # put once, by the new build
+            sides["old"] = copy.copy(filled)
+            sides["old"].build = self.builds["old"]
         return sides
 
     def _pairs(self, name: str, sides: Mapping[str, Contender], making: int, count: int, rounds: int) -> None:
@@ -415,6 +446,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--cases", metavar="CASE,...", help=f"of {', '.join(CASES)} (default: all)")
     parser.add_argument("--rounds", type=int, metavar="N", default=20, help="pairs of each case (default 20)")
     parser.add_argument("--pools", type=int, metavar="N", default=10, help="makings of the pools (default 10)")
+    parser.add_argument("--one-pool", action="store_true", help=f"for {', '.join(ONE_POOL)}: only the client differs")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="of the replays (default: an invented one)")
     parser.add_argument("--quick", action="store_true", help="toy sizes: does everything still work?")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the JSON document there: every pair")
@@ -440,7 +472,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: argparse.Namespace) -> int:
-    cases = chosen(arguments.cases, list(CASES), "cases") if arguments.cases is not None else list(CASES)
+    known = list(ONE_POOL if arguments.one_pool else CASES)
+    cases = chosen(arguments.cases, known, "cases") if arguments.cases is not None else known
     if arguments.rounds < 1 or arguments.pools < 1:
         raise UsageError("--rounds, --pools: at least 1")
     builds = [checked_out("old", arguments.commit), here("new")]
@@ -450,7 +483,7 @@ def _main(arguments: argparse.Namespace) -> int:
     base = Path(tempfile.mkdtemp(prefix="kvfs-compare-", dir=arguments.directory))
     try:
         trace = arguments.trace or _invented(base / "trace.jsonl")
-        comparison = Comparison(bench, builds, cases, TOY if arguments.quick else REAL, base, trace)
+        comparison = Comparison(bench, builds, cases, TOY if arguments.quick else REAL, base, trace, arguments.one_pool)
         comparison.run(arguments.rounds, arguments.pools)
     finally:
         shutil.rmtree(base, ignore_errors=True)

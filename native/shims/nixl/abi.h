@@ -1,8 +1,8 @@
-/* The interface between NIXL and a back end, declared from the binary interface: plugin API version 1, as in the wheels of 1.4.0 to 1.5.1.
+/* The interface between NIXL and a back end, declared from the binary interface: plugin API version 1, as in the wheels of 1.3.2 to 1.5.1.
  *
  * Types that cross it are laid out as NIXL lays them out; the names of functions are NIXL's, those of types and fields are ours. The order of the
- * virtual functions of Engine is the interface: tests/connectors/test_nixl.py compares it, slot by slot, with a plugin of the wheel. Both sides use
- * one libstdc++, with the C++11 ABI of strings.
+ * virtual functions of Engine is the interface: tests/connectors/test_nixl.py compares it, slot by slot, with a plugin of the wheel. shape.cc has it
+ * once more, by mangled names. Both sides use one libstdc++, with the C++11 ABI of strings.
  */
 #ifndef KVFS_NIXL_ABI_H
 #define KVFS_NIXL_ABI_H

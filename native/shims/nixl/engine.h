@@ -8,6 +8,7 @@
  *     files.cc     files by descriptor or path
  *     transfer.cc  one transfer
  *     engine.cc    registrations, and NIXL's calls
+ *     shape.cc     virtual functions of NIXL's back ends, as its plugins have them
  *     plugin.cc    what NIXL loads, and for which of its versions
  *
  * An object's key is the registration's metaInfo, or its device number in decimal digits; its address is the offset in the object. A transfer has one

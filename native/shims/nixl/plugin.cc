@@ -1,16 +1,18 @@
-/* libplugin_KVFS.so: what NIXL loads, for the versions of NIXL that it was tried with.
+/* libplugin_KVFS.so: what NIXL loads.
  *
  * NIXL compares the version of the plugin interface alone, which has stayed 1 while types and virtual functions changed. So the version of NIXL is
- * found by the library that calls: in a wheel it lies in `.<package>.mesonpy.libs`, beside `<package>-<version>.dist-info`.
+ * found by the library that calls: in a wheel it lies in `.<package>.mesonpy.libs`, beside `<package>-<version>.dist-info`. One that was not tried
+ * is warned of, and loads the plugin if its own plugins have the same virtual functions (shape.h).
  */
 #include <cstdlib>
 #include <cstring>
 #include <dlfcn.h>
-#include <filesystem>
 
 #include "engine.h"
+#include "shape.h"
+#include "tried.h" /* made of kvfs/connectors/tried.py: KVFS_NIXL_TRIED */
 
-static constexpr const char *TRIED[] = {"1.5.1"};
+static constexpr const char *TRIED[] = {KVFS_NIXL_TRIED};
 
 /* Of the wheel that a library of NIXL's came with; empty: it came with none. */
 static std::string version_of(const std::filesystem::path &library) {
@@ -31,20 +33,25 @@ static std::string version_of(const std::filesystem::path &library) {
     return error ? "" : version;
 }
 
-static bool accepts(const std::string &library) {
+/* own: this plugin, which may lie among NIXL's. */
+static bool accepts(const std::filesystem::path &library, const std::filesystem::path &own) {
     std::string version = version_of(library), tried;
     for (const char *one : TRIED) {
         if (version == one)
             return true;
         tried += std::string(tried.empty() ? "" : ", ") + one;
     }
+    version = version.empty() ? "of an unknown version" : version;
+    std::string difference = differs({library.parent_path() / "plugins", own.parent_path()});
     const char *any = getenv("KVFS_NIXL_ANY_VERSION");
     bool forced = any && strcmp(any, "1") == 0;
-    if (version.empty())
-        version = "of an unknown version";
-    say("%s is NIXL %s, which this plugin was not tried with (tried: %s)%s", library.c_str(), version.c_str(), tried.c_str(),
-        forced ? "; loaded all the same" : ": not loaded; KVFS_NIXL_ANY_VERSION=1 loads it all the same");
-    return forced;
+    if (difference.empty())
+        say("%s is NIXL %s, which this plugin was not tried with (tried: %s): its interface is the same, so it is loaded", library.c_str(),
+            version.c_str(), tried.c_str());
+    else
+        say("%s is NIXL %s, which this plugin was not tried with (tried: %s), and its interface differs: %s%s", library.c_str(), version.c_str(),
+            tried.c_str(), difference.c_str(), forced ? "; loaded all the same" : ": not loaded; KVFS_NIXL_ANY_VERSION=1 loads it all the same");
+    return difference.empty() || forced;
 }
 
 static nixl::Plugin plugin = {
@@ -67,9 +74,10 @@ extern "C" {
 
 __attribute__((visibility("default"))) nixl::Plugin *nixl_plugin_init() {
     try {
-        Dl_info caller = {};
+        Dl_info caller = {}, own = {};
         bool known = dladdr(__builtin_return_address(0), &caller) && caller.dli_fname;
-        return accepts(known ? caller.dli_fname : "the program") ? &plugin : nullptr;
+        dladdr((void *)&plugin, &own);
+        return accepts(known ? caller.dli_fname : "the program", own.dli_fname ? own.dli_fname : "") ? &plugin : nullptr;
     } catch (...) {
         return nullptr;
     }

@@ -41,7 +41,7 @@ void say(const char *format, ...) {
 
 /* ---- settings ---- */
 
-nixl::Parameters Settings::defaults() { return {{"mount", ""}, {"namespace", ""}, {"timeout_ms", ""}, {"depth", ""}}; }
+nixl::Parameters Settings::defaults() { return {{"mount", ""}, {"namespace", ""}, {"revision", ""}, {"timeout_ms", ""}, {"depth", ""}}; }
 
 /* Empty, or what is wrong. */
 static std::string number(const std::string &name, const std::string &text, uint32_t most, uint32_t *out) {
@@ -55,11 +55,17 @@ static std::string number(const std::string &name, const std::string &text, uint
     return "";
 }
 
+/* A component of the namespace, as connectors have it: kvfs/connectors/common.py. They change a revision that is no name, and here it is refused. */
+static std::string revised(const std::string &space, const std::string &revision) {
+    return space + (space.empty() || space.back() == '/' ? "@" : "/@") + revision;
+}
+
 std::string Settings::read(const nixl::Parameters &parameters) {
+    std::string revision;
     for (const auto &[name, text] : parameters) {
         std::string wrong;
-        if (name != "mount" && name != "namespace" && name != "timeout_ms" && name != "depth")
-            return "no parameter '" + name.substr(0, 64) + "': there are mount, namespace, timeout_ms and depth";
+        if (name != "mount" && name != "namespace" && name != "revision" && name != "timeout_ms" && name != "depth")
+            return "no parameter '" + name.substr(0, 64) + "': there are mount, namespace, revision, timeout_ms and depth";
         if (text.find('\0') != std::string::npos)
             return name + " has a zero byte in it";
         if (text.empty())
@@ -68,6 +74,10 @@ std::string Settings::read(const nixl::Parameters &parameters) {
             mount = text;
         else if (name == "namespace")
             space = text;
+        else if (name == "revision" && (text.find('/') != std::string::npos || text.size() > 199))
+            wrong = "revision is '" + text.substr(0, 64) + "': up to 199 bytes without '/' are possible";
+        else if (name == "revision")
+            revision = text;
         else if (name == "timeout_ms")
             wrong = number(name, text, 3600000, &timeout_ms);
         else
@@ -75,6 +85,8 @@ std::string Settings::read(const nixl::Parameters &parameters) {
         if (!wrong.empty())
             return wrong;
     }
+    if (!revision.empty())
+        space = revised(space, revision);
     return mount.empty() ? "the parameter 'mount' is missing: a directory on a kvfs mount" : "";
 }
 

@@ -72,8 +72,9 @@ struct slot *slot_get_extra(struct arena *arena) {
     slot = calloc(1, sizeof(*slot));
     if (!slot)
         return NULL;
-    void *data = NULL;
-    if (posix_memalign(&data, KVFS_PAGE_SIZE, arena->slot_size)) {
+    /* Not from malloc: its heaps keep much of what such sizes leave behind, each thread's own, and a container's limit counts that. */
+    void *data = mmap(NULL, arena->slot_size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (data == MAP_FAILED) {
         free(slot);
         return NULL;
     }
@@ -97,7 +98,7 @@ void slot_put(struct slot *slot) {
         return;
     struct arena *arena = slot->arena;
     if (!arena) {
-        free(slot->data);
+        munmap(slot->data, slot->size);
         free(slot);
         return;
     }

@@ -21,7 +21,6 @@ struct arena {
     uint32_t slot_count, free_count, touched;
     struct slot *slots;
     struct slot *free;
-    atomic_ullong extra; /* bytes allocated beyond */
 };
 int arena_init(struct arena *arena, uint64_t slot_size, uint32_t slot_count);
 void arena_free(struct arena *arena);

@@ -108,6 +108,7 @@ void kvfs_close(struct kvfs_client *client) {
         client->retired = next;
     }
     connection_put(connection);
+    claims_free(client);
     ask_forget(client);
     pthread_mutex_destroy(&client->lock);
     free(client->hits);

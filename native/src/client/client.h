@@ -8,7 +8,7 @@
  * the watcher (client/watch.c), the stager (client/prestage.c) and queues.
  *
  * Each file uses those above it: error, wire, ask, locate, bounce, spans, lane, connection, watch, report, orphans, keys, names. Then come fetch, prestage,
- * get, file, put_block, put, client, queue; gpu/ uses all but the last two. Beside get stands lease; events uses connection and keys.
+ * get, file, put_block, put, client, queue; gpu/ uses all but the last two. Beside get stand lease and claim; events uses connection and keys.
  */
 #ifndef KVFS_CLIENT_INTERNAL_H
 #define KVFS_CLIENT_INTERNAL_H
@@ -130,8 +130,9 @@ struct lane {
     uint64_t bounce_sizes[8];
 };
 
-struct ask;   /* client/ask.c */
-struct stage; /* client/prestage.c */
+struct ask;    /* client/ask.c */
+struct stage;  /* client/prestage.c */
+struct claims; /* client/claim.c */
 /* How the daemon is found. The first way that leads there is kept to. */
 enum way { BY_ANY, BY_CONTROL, BY_MOUNT };
 #define FUSE_MAGIC 0x65735546 /* statfs(2) */
@@ -158,6 +159,7 @@ struct kvfs_client {
     enum way way;                       /* with `ask`: of whoever connects, with `lock` once there is a connection */
     struct ask *ask;                    /* the last one */
     struct stage *stage;
+    struct claims *claims;    /* client/claim.c; NULL: there was none yet. Set with `lock` */
     pthread_t watcher;        /* client/watch.c */
     int watch_fds[2];         /* a pair of sockets; a byte from the second: the end. -1: there is no watcher */
     uint64_t watch_inodes[2]; /* theirs */
@@ -196,6 +198,10 @@ struct wire_pending {
     int descriptor; /* the asker's, or -1; only EVENTS has one */
 };
 void wire_send(struct connection *connection, uint16_t type, const void *payload, uint32_t size, uint32_t timeout_ms, struct wire_pending *pending);
+/* The same, if its first byte goes without waiting; false: it was not sent. A caller that does not wait has the request, and its memory,
+ * until it is done. */
+bool wire_send_at_once(struct connection *connection, uint16_t type, const void *payload, uint32_t size, uint32_t timeout_ms,
+                       struct wire_pending *pending);
 void wire_wait(struct connection *connection, struct wire_pending *pending);
 /* The outcome of a request that is done; *reply is malloc'ed. 0, the daemon's -errno, -ENOTCONN, -ETIMEDOUT, -EPROTO. */
 int wire_answer(struct kvfs_client *client, struct wire_pending *pending, uint8_t **reply, uint32_t *reply_size);
@@ -382,6 +388,10 @@ int key_find(struct kvfs_client *client, struct connection *connection, struct s
              struct kvfs_record *out);
 /* kvfs_exists() that waits for nobody: how many there are; -EAGAIN, where only the daemon can say. */
 int keys_exist_at_once(struct kvfs_client *client, const struct kvfs_keys *keys, uint8_t *found);
+
+/* ---- client/claim.c ---- */
+
+void claims_free(struct kvfs_client *client); /* no connection is left that could receive their answers */
 
 /* ---- client/events.c ---- */
 

@@ -165,6 +165,7 @@ void fetch_start(struct lane *lane, struct fetch *fetch, const struct kvfs_buffe
 
 static void group_done(struct io_group *group, bool reaped) {
     struct fetch *fetch = group->owner;
+    bool failed = false;
     assert(fetch->groups_held > 0);
     if (reaped) {
         fetch->groups_held--; /* an orphan is let go of by lane_reap() */
@@ -172,10 +173,16 @@ static void group_done(struct io_group *group, bool reaped) {
     }
     if (!group->expired)
         fetch->groups_held--;
+    if (!group->result)
+        ring_renew(group->ring, &fetch->until_ns);
+    else if (!fetch->error)
+        failed = true;
     if (group->result == -ETIMEDOUT)
         fetch->error = -ETIMEDOUT;
     else if (group->result && !fetch->error) /* whatever a device says: no other errno means that here */
         fetch->error = -EIO;
+    if (failed)
+        ring_drop(group->ring, fetch);
     assert(fetch->groups_left > 0);
     if (--fetch->groups_left == 0)
         fetch_ready(fetch);
@@ -187,8 +194,11 @@ static int verify_leaves(const struct fetch *fetch) {
     uint64_t secret = fetch->lane->connection->array.geometry.secret;
     for (const struct span *span = spans->list; span < spans->list + spans->count; span++) {
         uint64_t size = min_u64(span->to * PAGE, desc->size) - span->from * PAGE; /* the file's last leaf covers what is real */
-        if (kvfs_leaf_verify(span->memory, size, secret, desc->leaves + span->from))
-            return -EBADMSG;
+        for (uint64_t at = 0; at < size; at += GROUP_BYTES) {                     /* devices go on meanwhile */
+            if (kvfs_leaf_verify(span->memory + at, min_u64(size - at, GROUP_BYTES), secret, desc->leaves + span->from + at / PAGE))
+                return -EBADMSG;
+            ring_feed(&fetch->lane->ring);
+        }
     }
     return 0;
 }

@@ -46,8 +46,10 @@ static void write_done(struct io_group *group, bool reaped) {
     if (reaped || !group->expired)
         item->groups_held--;
     if (!reaped) {
-        if (group->result && !item->error) /* EFBIG is the daemon's: no pool has room for it */
+        if (group->result && !item->error) { /* EFBIG is the daemon's: no pool has room for it */
             item->error = group->result == -EFBIG ? -EOVERFLOW : group->result;
+            ring_drop(group->ring, item);
+        }
         item_advance(item);
     } else if (item->groups_held == 0 && item->dismissed) {
         item_end(item); /* given up on long ago; its device has answered */
@@ -55,7 +57,11 @@ static void write_done(struct io_group *group, bool reaped) {
 }
 
 static int item_io(struct put_item *item, const struct wire_run *run, uint32_t page, const struct iovec *iovs, uint32_t count) {
-    int r = ring_io(&item->lane->ring, true, run->segment, page, iovs, count, NULL, 0, write_done, item);
+    struct ring *ring = &item->lane->ring;
+    /* A write that begins later might meet another's block: the daemon takes the place back then. */
+    ring->start_by_ns = item->window->requested_ns + item->lane->connection->reservation_ms * 1000000ull;
+    int r = ring_io(ring, true, run->segment, page, iovs, count, NULL, 0, write_done, item);
+    ring->start_by_ns = 0;
     if (r == 0) {
         item->groups_left++;
         item->groups_held++;
@@ -146,7 +152,10 @@ static void leaves_make(struct put_item *item, uint64_t *leaves) {
         if (piece->size == 0)
             continue;
         assert(at % PAGE == 0);
-        kvfs_leaf_checksums(piece->data, piece->size, secret, leaves + at / PAGE);
+        for (uint64_t done = 0; done < piece->size; done += GROUP_BYTES) { /* devices go on meanwhile */
+            kvfs_leaf_checksums((const uint8_t *)piece->data + done, min_u64(piece->size - done, GROUP_BYTES), secret, leaves + (at + done) / PAGE);
+            ring_feed(&item->lane->ring);
+        }
         if (rest) {
             memcpy(tail_of(item), (const uint8_t *)piece->data + (piece->size - rest), rest);
             memset(tail_of(item) + rest, 0, PAGE - rest);

@@ -3,6 +3,7 @@
 #include "client/client.h"
 
 #include <poll.h>
+#include <sched.h>
 #include <stdio.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -101,6 +102,15 @@ int wire_receive_all(int fd, void *data, uint64_t size, uint64_t deadline_ns, in
 
 /* ---- what comes ---- */
 
+/* With socket_lock. One that a lost connection has ended is not there any more. */
+static void pending_remove(struct connection *connection, struct wire_pending *pending) {
+    for (struct wire_pending **link = &connection->pending; *link; link = &(*link)->next)
+        if (*link == pending) {
+            *link = pending->next;
+            return;
+        }
+}
+
 /* With socket_lock: nothing more comes. Every request without an answer ends with the reason. */
 static void connection_lose(struct connection *connection, int error) {
     connection->gone = true; /* later bytes would answer something else */
@@ -173,11 +183,7 @@ static void connection_receive(struct connection *connection) {
                 return;
         }
         if (pending && at == head + connection->frame.size) {
-            for (struct wire_pending **link = &connection->pending; *link; link = &(*link)->next)
-                if (*link == pending) {
-                    *link = pending->next;
-                    break;
-                }
+            pending_remove(connection, pending);
             pending->status = connection->frame.status;
             pending->reply = connection->payload;
             pending->reply_size = connection->frame.size;
@@ -237,6 +243,46 @@ void wire_send(struct connection *connection, uint16_t type, const void *payload
         pending->result = r == -ETIMEDOUT ? r : pending->result;
         pthread_mutex_unlock(&connection->socket_lock);
     }
+}
+
+static bool lock_at_once(pthread_mutex_t *lock) {
+    for (uint32_t tries = 0; tries < 50; tries++) {
+        if (pthread_mutex_trylock(lock) == 0)
+            return true;
+        sched_yield(); /* others hold it for a moment, or, where the daemon takes nothing, for a deadline */
+    }
+    return false;
+}
+
+bool wire_send_at_once(struct connection *connection, uint16_t type, const void *payload, uint32_t size, uint32_t timeout_ms,
+                       struct wire_pending *pending) {
+    struct wire_frame frame = {.size = size, .type = type};
+    struct iovec iovs[2] = {{&frame, sizeof(frame)}, {(void *)(uintptr_t)payload, size}};
+    struct msghdr message = {.msg_iov = iovs, .msg_iovlen = 2};
+    assert(size <= KVFS_WIRE_SIZE_MAX);
+    *pending = (struct wire_pending){.type = type, .sent_ns = now_ns(), .descriptor = -1};
+    pending->deadline_ns = pending->sent_ns + timeout_ms * 1000000ull;
+    if (connection->gone || !lock_at_once(&connection->send_lock))
+        return false;
+    /* An answer may be received as soon as it is sent: the request is known before, and forgotten where it was not sent. */
+    pthread_mutex_lock(&connection->socket_lock);
+    frame.id = pending->id = ++connection->next_id;
+    pending->next = connection->pending;
+    connection->pending = pending;
+    pthread_mutex_unlock(&connection->socket_lock);
+    ssize_t n = sendmsg(connection->socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    uint64_t sent = n > 0 ? (uint64_t)n : 0, head = min_u64(sent, sizeof(frame)), body = sent - head;
+    bool good = sent == 0 || wire_send_all(connection->socket, (uint8_t *)&frame + head, sizeof(frame) - head, (const uint8_t *)payload + body,
+                                           size - body, pending->deadline_ns) == 0;
+    pthread_mutex_unlock(&connection->send_lock);
+    if (sent && good)
+        return true;
+    pthread_mutex_lock(&connection->socket_lock);
+    if (!good)
+        connection_lose(connection, -ENOTCONN); /* half a frame was sent */
+    pending_remove(connection, pending);
+    pthread_mutex_unlock(&connection->socket_lock);
+    return false;
 }
 
 void wire_wait(struct connection *connection, struct wire_pending *pending) {

@@ -150,7 +150,8 @@ int name_drop(struct kvfs_plane *plane, struct kvfs_inode_record *record, int ke
     return r;
 }
 
-int name_remove(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t size) {
+/* As name_remove(), and whether the file is open and lives on without a name (enum kvfs_kept). */
+static int file_remove(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t size, int *kept) {
     const struct kvfs_inode_record *record;
     int held = directory_here(plane, parent) ? name_holder(plane, parent, name, size, &record) : -EAGAIN;
     if (held != 1)
@@ -159,16 +160,53 @@ int name_remove(struct kvfs_plane *plane, uint64_t parent, const char *name, uin
         return -EAGAIN;
     int64_t now = time_now();
     struct kvfs_inode_record *copy = record_again(record);
-    int kept = copy ? kvfs_inode_remove(plane, record->inode) : -ENOMEM;
-    if (kept < 0) {
+    *kept = copy ? kvfs_inode_remove(plane, record->inode) : -ENOMEM;
+    if (*kept < 0) {
         free(copy);
         return -EAGAIN;
     }
     /* Without memory the names still have it: Python removes it there. */
-    if (name_drop(plane, copy, kept, now) < 0)
+    if (name_drop(plane, copy, *kept, now) < 0)
         return -EAGAIN;
     name_touch(plane, parent, now);
     return 0;
+}
+
+int name_remove(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t size) {
+    int kept;
+    return file_remove(plane, parent, name, size, &kept);
+}
+
+/* 1: removed; 0: it is not in the directory any more; -EAGAIN: Python's. */
+static int child_remove(struct kvfs_plane *plane, uint64_t parent, uint64_t inode, struct kvfs_removed *out) {
+    const struct kvfs_inode_record *record = names_record(plane->names, inode);
+    if (!record)
+        return names_has(plane->names, inode) ? 0 : -EAGAIN;
+    if (!record_is_named(record) || record->parent != parent)
+        return 0;
+    char name[KVFS_NAME_MAX]; /* the record goes with it */
+    uint32_t size = record->name_size;
+    assert(size <= sizeof(name));
+    memcpy(name, record_name(record), size);
+    uint64_t bytes = record->flags & KVFS_INODE_SEALED ? record->size : 0;
+    int kept = 0, r = file_remove(plane, parent, name, size, &kept);
+    if (r < 0)
+        return r == -ENOENT ? 0 : r;
+    untold_add(plane->names, parent, name, size);
+    out->files++;
+    out->bytes += bytes;
+    out->open += kept > 0;
+    return 1;
+}
+
+void kvfs_files_remove(struct kvfs_plane *plane, uint64_t directory, const uint64_t *inodes, uint32_t count, uint8_t *left,
+                       struct kvfs_removed *removed) {
+    memset(removed, 0, sizeof(*removed));
+    kvfs_names_begin(plane->names);
+    bool leave = names_left(plane->names) & (KVFS_LEAVE_CLOSED | KVFS_LEAVE_HIDING);
+    for (uint32_t i = 0; i < count; i++)
+        left[i] = leave || child_remove(plane, directory, inodes[i], removed) < 0;
+    kvfs_names_end(plane->names);
 }
 
 int name_unlink(struct kvfs_plane *plane, uint64_t parent, const char *name) {

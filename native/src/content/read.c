@@ -72,10 +72,15 @@ static void read_wait(struct request *request) {
 }
 
 void reads_retry(struct io_thread *io) {
+    const uint64_t timeout_ns = io->ring.array->io_timeout_ms * 1000000ull;
+    const uint64_t answered_ns = atomic_load_explicit(&io->ring.array->answered_ns, memory_order_relaxed);
     struct request *request = io->waiting_reads;
     io->waiting_reads = io->waiting_last = NULL;
     while (request) {
         struct request *next = request->next;
+        /* It waits for memory, which reads of all threads have, not for a device that is silent. A retry keeps the first attempt's deadline. */
+        if (request->until_ns >= request->arrived_ns + timeout_ns && request->until_ns < answered_ns + timeout_ns)
+            request->until_ns = answered_ns + timeout_ns;
         read_submit(request);
         request = next;
     }
@@ -84,8 +89,10 @@ void reads_retry(struct io_thread *io) {
 static int read_io(struct request *request, uint32_t segment, uint32_t page, const struct iovec *iovs, uint32_t count) {
     struct ring *ring = &request->io->ring;
     ring->until_ns = request->until_ns;
+    if (request->direct) /* a guest that is reset has its pages back after two deadlines */
+        ring->start_by_ns = request->arrived_ns + ring->array->io_timeout_ms * 1000000ull;
     int r = ring_io(ring, false, segment, page, iovs, count, request->slots, request->slot_count, read_part_done, request);
-    ring->until_ns = 0;
+    ring->until_ns = ring->start_by_ns = 0;
     if (r == 0) {
         request->groups_left++;
         request->groups_held++;
@@ -383,6 +390,8 @@ static void read_part_done(struct io_group *group, bool reaped) {
     }
     if (!group->expired)
         request->groups_held--;
+    if (group->ring && !group->result)
+        ring_renew(group->ring, &request->until_ns);
     if (group->result && !request->result)
         request->result = group->result;
     assert(request->groups_left > 0);

@@ -27,6 +27,8 @@ static void slab_io_done(struct io_group *group, bool reaped) {
     } else {
         request->groups_held--;
     }
+    if (!group->result)
+        ring_renew(group->ring, &request->until_ns);
     if (group->result && !request->result)
         request->result = group->result;
     if (--request->groups_left == 0)

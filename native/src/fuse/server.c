@@ -189,8 +189,8 @@ static void server_end(struct server *server) {
     for (uint32_t i = 0; i < transport->server_count; i++)
         if (&transport->servers[i] != server)
             server_wake(&transport->servers[i]);
-    uint64_t until = now_ns() + server->plane->array.io_timeout_ms * 2000000ull;
-    while (!ring_idle(&server->io.ring) && now_ns() < until) {
+    uint64_t patience = server->plane->array.io_timeout_ms * 2000000ull, until = now_ns() + patience;
+    while (!ring_idle(&server->io.ring) && (now_ns() < until || now_ns() < server->io.ring.answered_ns + patience)) {
         ring_wait(&server->io.ring, 10000000);
         ring_reap(&server->io.ring);
     }

@@ -33,6 +33,7 @@ struct device {
     _Atomic(struct nvme_remote *) remote;        /* NVMe/TCP, where fd only names the target. Else NULL */
     atomic_uint nsid, block_size, transfer_size; /* NVMe passthrough: a command carries at most transfer_size. Else 0 */
     atomic_bool stopped;                         /* out of service: its I/O fails at once */
+    atomic_uint uses;                            /* counts kvfs_device_use: what waits for the device of before does not begin */
     atomic_bool blocks;                          /* submitting its I/O may block, so a kernel thread does it */
     atomic_ullong stuck_until_ns;                /* fail_fast: after a missed deadline its I/O fails at once until then */
     uint64_t zones_offset;
@@ -53,6 +54,7 @@ struct kvfs_array {
     bool fail_fast;
     bool passthrough;                  /* some device has it: rings have large entries */
     atomic_ullong stuck_until_ns;      /* a device missed a deadline: for the time of ten, no read goes to a guest's own pages */
+    atomic_ullong answered_ns;         /* of any device to any ring: the last, or one shortly before (turns.c) */
     atomic_ullong orphans;             /* I/Os that missed their deadline and have not come back */
     atomic_uint rings[2];              /* made since the start: by io_uring, by threads */
     atomic_uint refused;               /* why not by io_uring: -errno << 2 | enum ring_step, as first seen; or 0 */

@@ -10,8 +10,12 @@ static void blocking_done(struct io_group *group, bool reaped) {
     if (reaped)
         return; /* the waiter went on at the deadline; the group has held the slots */
     struct blocking *wait = group->owner;
-    if (group->result && !wait->result)
+    if (!group->result) {
+        ring_renew(group->ring, &group->ring->until_ns);
+    } else if (!wait->result) {
         wait->result = group->result;
+        ring_drop(group->ring, wait);
+    }
     wait->left--;
 }
 

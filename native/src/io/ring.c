@@ -1,7 +1,8 @@
 /* Device I/O: one ring a thread, I/O striped over devices, every I/O with a deadline. The kinds of devices are behind struct device_ops.
  *
- * A group is one run of a segment's pages. It becomes one part, a vectored I/O, on each device of the stripe that it touches. A group that
- * misses its deadline is reported at once and cancelled. Its memory stays the kernel's until every part has been reaped (I5).
+ * A group is one run of a segment's pages. It becomes one part, a vectored I/O, on each device of the stripe that it touches. A part begins when it is
+ * its turn (io/turns.c). A group that misses its deadline is reported at once, and cancelled. Its memory stays the kernel's until every part that has
+ * begun has been reaped (I5).
  */
 #include "io/ring.h"
 
@@ -88,10 +89,11 @@ static int setup(struct ring *ring, struct kvfs_array *array, unsigned entries, 
     ring->array = array;
     ring->devices_seen = atomic_load(&array->devices_changed);
     ring->delayed = calloc(RING_DELAYED_MAX, sizeof(*ring->delayed));
-    int r = ring->delayed ? uring_make(ring, entries, wide, &step) : -ENOMEM;
-    while (ring->delayed && r == -ENOMEM && entries > ENTRIES_MIN)
+    const bool memory = ring->delayed && turns_init(ring) == 0;
+    int r = memory ? uring_make(ring, entries, wide, &step) : -ENOMEM;
+    while (memory && r == -ENOMEM && entries > ENTRIES_MIN)
         r = uring_make(ring, entries /= 2, wide, &step);
-    if (ring->delayed && (r == -EPERM || r == -EACCES || r == -ENOSYS || r == -ENOMEM)) {
+    if (memory && (r == -EPERM || r == -EACCES || r == -ENOSYS || r == -ENOMEM)) {
         unsigned none = 0;
         atomic_compare_exchange_strong(&array->refused, &none, (unsigned)-r << 2 | step);
         r = array->passthrough ? -EOPNOTSUPP : threads_ring_init(ring);
@@ -101,6 +103,7 @@ static int setup(struct ring *ring, struct kvfs_array *array, unsigned entries, 
         return 0;
     }
     free(ring->delayed);
+    free(ring->devices);
     ring->array = NULL;
     return r;
 }
@@ -162,6 +165,7 @@ void ring_free(struct ring *ring) {
         ring->free = next;
     }
     free(ring->delayed);
+    free(ring->devices);
     ring->array = NULL;
 }
 
@@ -280,33 +284,6 @@ static int group_fill(struct io_group *group, const struct kvfs_array *array, ui
     return 0;
 }
 
-static void group_link(struct ring *ring, struct io_group *group) {
-    struct io_group *before = ring->newest;
-    while (before && before->deadline_ns > group->deadline_ns)
-        before = before->previous;
-    group->previous = before;
-    group->next = before ? before->next : ring->oldest;
-    if (before)
-        before->next = group;
-    else
-        ring->oldest = group;
-    if (group->next)
-        group->next->previous = group;
-    else
-        ring->newest = group;
-}
-
-static void group_unlink(struct ring *ring, struct io_group *group) {
-    if (group->previous)
-        group->previous->next = group->next;
-    else
-        ring->oldest = group->next;
-    if (group->next)
-        group->next->previous = group->previous;
-    else
-        ring->newest = group->previous;
-}
-
 /* True while a device of the group is left alone after a missed deadline. Afterwards one I/O tries the device, and the others still fail. */
 static bool group_stuck(const struct io_group *group, struct kvfs_array *array, uint64_t now) {
     for (uint32_t i = 0; i < group->part_count; i++)
@@ -319,6 +296,48 @@ static bool group_stuck(const struct io_group *group, struct kvfs_array *array, 
             return true;
     }
     return false;
+}
+
+static void part_count(struct ring *ring, struct io_part *part) {
+    assert(!part->done);
+    assert(ring->in_flight > 0);
+    part->done = true;
+    ring->in_flight--;
+    atomic_fetch_sub(&ring->array->segment_busy[part->group->segment], 1);
+    part->group->parts_left--;
+}
+
+static void part_over(struct ring *ring, struct io_part *part) {
+    struct io_group *group = part->group;
+    part_count(ring, part);
+    if (group->parts_left)
+        return;
+    bool expired = group->expired;
+    if (expired)
+        atomic_fetch_sub(&ring->array->orphans, 1);
+    group->callback(group, expired);
+    group_release(group);
+}
+
+static void part_refuse(struct ring *ring, struct io_part *part, int error) {
+    if (!part->group->result)
+        part->group->result = error;
+    part_over(ring, part);
+}
+
+/* Those whose turn it is. */
+static void parts_begin(struct ring *ring, uint32_t device) {
+    struct io_part *part;
+    int refused;
+    if (ring->devices[device].taking) /* a start() has reaped */
+        return;
+    ring->devices[device].taking = true;
+    while ((part = turns_take(ring, device, &refused)))
+        if (refused)
+            part_refuse(ring, part, refused);
+        else
+            part->ops->start(ring, part);
+    ring->devices[device].taking = false;
 }
 
 int ring_io(struct ring *ring, bool write, uint32_t segment, uint32_t page, const struct iovec *iovs, uint32_t iov_count, struct slot *const *slots,
@@ -350,13 +369,13 @@ int ring_io(struct ring *ring, bool write, uint32_t segment, uint32_t page, cons
     uint32_t changed = atomic_load_explicit(&array->devices_changed, memory_order_acquire);
     if (changed != ring->devices_seen)
         files_renew(ring, changed);
-    uint64_t now = now_ns(), deadline = now + array->io_timeout_ms * 1000000ull;
-    if (ring->until_ns && ring->until_ns < deadline)
-        deadline = ring->until_ns;
-    if (deadline <= now) {
+    uint64_t now = now_ns(), patience = array->io_timeout_ms * 1000000ull;
+    if (ring->until_ns && ring->until_ns <= now) {
         group_release(group);
         return -ETIMEDOUT;
     }
+    group->patience_ns = ring->until_ns ? min_u64(patience, ring->until_ns - now) : patience;
+    group->start_by_ns = ring->start_by_ns;
     if (array->fail_fast && group_stuck(group, array, now)) {
         group_release(group);
         return -ETIMEDOUT;
@@ -366,21 +385,20 @@ int ring_io(struct ring *ring, bool write, uint32_t segment, uint32_t page, cons
         group->slots[i] = slots[i];
     }
     group->slot_count = slot_count;
-    group->deadline_ns = deadline;
     group->parts_left = group->part_count;
-    for (uint32_t i = 0; i < group->part_count; i++) { /* before any part begins: the group may expire during a start */
+    atomic_fetch_add(&array->segment_busy[segment], group->part_count);
+    uint32_t devices[KVFS_STRIPE_WIDTH_MAX], count = group->part_count;
+    for (uint32_t i = 0; i < count; i++) { /* before any part begins: with the last one the group may be gone */
         struct io_part *part = &group->parts[i];
-        part->started_ns = now;
-        part->ops = atomic_load_explicit(&array->devices[part->device].ops, memory_order_acquire);
         part->remote = NULL;
         part->ended = NULL;
-    }
-    group_link(ring, group);
-    atomic_fetch_add(&array->segment_busy[segment], group->part_count);
-    for (uint32_t i = 0; i < group->part_count; i++) {
+        part->uses = atomic_load(&array->devices[part->device].uses);
+        devices[i] = part->device;
         ring->in_flight++;
-        group->parts[i].ops->start(ring, &group->parts[i]);
+        turns_add(ring, part);
     }
+    for (uint32_t i = 0; i < count; i++)
+        parts_begin(ring, devices[i]);
     return 0;
 }
 
@@ -402,7 +420,11 @@ static uint32_t bucket_of(uint64_t ns) {
 static void part_finish(struct ring *ring, struct io_part *part, int result) {
     struct io_group *group = part->group;
     struct device *device = &ring->array->devices[part->device];
-    uint64_t took = now_ns() - part->started_ns;
+    const uint64_t now = now_ns(), took = now - part->started_ns;
+    if (result >= 0)
+        turns_answered(ring, part, now);
+    if (part->stage == PART_RUNS)
+        turns_leave(ring, part);
     if (result < 0 || (uint32_t)result != part->size) {
         int error = result < 0 ? result : -EIO; /* short: the device is smaller than its label says */
         if (error == -ECANCELED)
@@ -425,18 +447,7 @@ static void part_finish(struct ring *ring, struct io_part *part, int result) {
     }
     if (result >= 0 && atomic_load_explicit(&device->stuck_until_ns, memory_order_relaxed))
         atomic_store_explicit(&device->stuck_until_ns, 0, memory_order_relaxed);
-    part->done = true;
-    ring->in_flight--;
-    atomic_fetch_sub(&ring->array->segment_busy[group->segment], 1);
-    if (--group->parts_left)
-        return;
-    bool expired = group->expired;
-    if (expired)
-        atomic_fetch_sub(&ring->array->orphans, 1);
-    else
-        group_unlink(ring, group);
-    group->callback(group, expired);
-    group_release(group);
+    part_over(ring, part);
 }
 
 void ring_part_complete(struct ring *ring, struct io_part *part, int result) {
@@ -455,43 +466,99 @@ bool ring_part_delay(struct ring *ring, struct io_part *part, uint64_t due_ns, i
     return true;
 }
 
-static void expire(struct ring *ring) {
-    if (!ring->oldest)
-        return;
-    const uint64_t now = now_ns(), patience = ring->array->io_timeout_ms * 1000000ull;
-    while (ring->oldest && ring->oldest->deadline_ns <= now) {
-        struct io_group *group = ring->oldest;
-        group_unlink(ring, group);
-        group->expired = true;
-        if (!group->result)
-            group->result = -ETIMEDOUT;
-        uint32_t left = 0; /* parts to expire */
-        atomic_store(&ring->array->stuck_until_ns, now + 10 * patience);
-        atomic_fetch_add(&ring->array->orphans, 1);
-        for (uint32_t i = 0; i < group->part_count; i++) {
-            struct io_part *part = &group->parts[i];
-            if (part->done)
-                continue;
-            if (now - part->started_ns >= patience / 2) { /* else the time went to earlier I/O */
-                atomic_fetch_add(&ring->array->devices[part->device].timeouts, 1);
-                atomic_store(&ring->array->devices[part->device].stuck_until_ns, now + STUCK_FACTOR * patience);
-                if (ring->array->on_error)
-                    ring->array->on_error(ring->array, part->device, ETIMEDOUT);
-            }
-            if (part->ops->cancel)
-                part->ops->cancel(ring, part);
-            left += part->ops->expire != NULL;
+/* A part of the group, which is under way, has missed its deadline. */
+static void group_expire(struct ring *ring, struct io_group *group, uint64_t now) {
+    const uint64_t patience = ring->array->io_timeout_ms * 1000000ull;
+    uint32_t left = 0; /* parts to expire */
+    if (!group->result)
+        group->result = -ETIMEDOUT;
+    for (uint32_t i = 0; i < group->part_count; i++) /* no device has these */
+        if (!group->parts[i].done && group->parts[i].stage == PART_WAITS) {
+            turns_cut(ring, &group->parts[i]);
+            part_count(ring, &group->parts[i]);
         }
+    if (!group->parts_left) {
         group->callback(group, false);
-        for (uint32_t i = 0; left; i++) { /* the group may be gone with its last part */
-            struct io_part *part = &group->parts[i];
-            if (part->done || !part->ops->expire)
-                continue;
-            left--;
-            part->ops->expire(ring, part, now);
-        }
-        ring_submit(ring);
+        group_release(group);
+        return;
     }
+    group->expired = true;
+    atomic_store(&ring->array->stuck_until_ns, now + 10 * patience);
+    atomic_fetch_add(&ring->array->orphans, 1);
+    for (uint32_t i = 0; i < group->part_count; i++) {
+        struct io_part *part = &group->parts[i];
+        if (part->done)
+            continue;
+        struct device *device = &ring->array->devices[part->device];
+        bool silent = now - turns_silent_since(ring, part) >= patience / 2, late = turns_until(ring, part) <= now;
+        if (silent || (late && now - part->started_ns >= patience)) { /* else the time went to earlier I/O */
+            atomic_fetch_add(&device->timeouts, 1);
+            if (silent)
+                atomic_store(&device->stuck_until_ns, now + STUCK_FACTOR * patience);
+            if (ring->array->on_error)
+                ring->array->on_error(ring->array, part->device, ETIMEDOUT);
+        }
+        turns_leave(ring, part);
+        if (part->ops->cancel)
+            part->ops->cancel(ring, part);
+        left += part->ops->expire != NULL;
+    }
+    group->callback(group, false);
+    for (uint32_t i = 0; left; i++) { /* the group may be gone with its last part */
+        struct io_part *part = &group->parts[i];
+        if (part->done || !part->ops->expire)
+            continue;
+        left--;
+        part->ops->expire(ring, part, now);
+    }
+    ring_submit(ring);
+}
+
+/* End the parts under way on a device that have missed their deadline. If it was silent for a whole deadline, those that wait for it end too. */
+static void device_expire(struct ring *ring, uint32_t device, bool silent, uint64_t now) {
+    struct io_part *part = ring->devices[device].first, *wait;
+    while (part) {
+        uint64_t until = turns_until(ring, part);
+        if (until > now) {
+            ring->expires_ns = min_u64(ring->expires_ns, until);
+            part = part->after;
+            continue;
+        }
+        group_expire(ring, part->group, now);
+        part = ring->devices[device].first; /* callbacks may have changed the list */
+    }
+    for (uint32_t count = silent ? ring->waiting : 0; count && (wait = ring->devices[device].owners); count--)
+        group_expire(ring, wait->group, now);
+}
+
+static void expire(struct ring *ring) {
+    if (ring->expires_ns == UINT64_MAX)
+        return;
+    const uint64_t now = now_ns();
+    if (now < ring->expires_ns)
+        return;
+    ring->expires_ns = UINT64_MAX;
+    bool silent[KVFS_DEVICES_MAX]; /* for all, before parts of one group end on several */
+    for (uint32_t i = 0; i < ring->array->device_count; i++) {
+        const struct io_part *part = ring->devices[i].first;
+        silent[i] = part && now - turns_silent_since(ring, part) >= ring->array->io_timeout_ms * 1000000ull;
+    }
+    for (uint32_t i = 0; i < ring->array->device_count; i++)
+        device_expire(ring, i, silent[i], now);
+}
+
+void ring_drop(struct ring *ring, const void *owner) {
+    for (uint32_t i = 0; ring->waiting && i < ring->array->device_count; i++)
+        for (struct io_part *part; (part = turns_of(ring, i, owner));) {
+            turns_cut(ring, part);
+            part_refuse(ring, part, -ECANCELED);
+        }
+}
+
+void ring_renew(const struct ring *ring, uint64_t *until_ns) {
+    uint64_t until = now_ns() + ring->array->io_timeout_ms * 1000000ull;
+    if (*until_ns && *until_ns < until)
+        *until_ns = until;
 }
 
 static uint32_t uring_reap(struct ring *ring) {
@@ -551,16 +618,25 @@ uint32_t ring_reap(struct ring *ring) {
         }
     }
     expire(ring);
+    if (ring->waiting) {
+        for (uint32_t i = 0; ring->waiting && i < ring->array->device_count; i++)
+            parts_begin(ring, i);
+        ring_submit(ring);
+    }
     return seen;
+}
+
+void ring_feed(struct ring *ring) {
+    if (ring->waiting)
+        ring_reap(ring);
 }
 
 void ring_wait(struct ring *ring, uint64_t timeout_ns) {
     if (ring->delayed_count) /* completions for the next reap, or delays of faults */
         timeout_ns = ring->delayed[0].due_ns ? min_u64(timeout_ns, 1000000) : 0;
-    if (ring->oldest) {
+    if (ring->expires_ns != UINT64_MAX) {
         uint64_t now = now_ns();
-        uint64_t left = ring->oldest->deadline_ns > now ? ring->oldest->deadline_ns - now : 1;
-        timeout_ns = min_u64(timeout_ns, left);
+        timeout_ns = min_u64(timeout_ns, ring->expires_ns > now ? ring->expires_ns - now : 1);
     }
     if (ring->beside)
         timeout_ns = ring->beside->timeout(ring, timeout_ns);

@@ -27,15 +27,22 @@ int kvfs_own_descriptor(int fd);
 /* A thread of our own has begun: in libkvfs_preload its calls are not the program's. */
 void kvfs_own_thread(void);
 
+/* io/turns.c: a part waits for its turn, is under way, or has been given up on, as its device gave no answer in time. */
+enum part_stage { PART_WAITS, PART_RUNS, PART_LEFT };
 struct io_part {
     struct io_group *group;
     uint64_t device_offset;
-    uint64_t started_ns;
+    uint64_t started_ns; /* the device has had it since then */
     uint32_t size;
     uint32_t device;
     uint16_t iov_first, iov_count;
     uint8_t fault; /* io/fault.c */
+    uint8_t stage; /* enum part_stage */
     bool done;
+    uint32_t uses;                                                      /* device->uses when the part was made */
+    struct io_part *before, *after;                                     /* under way, by their start; of one that waits `after` is the owner's next */
+    struct io_part *owner_next, *owner_last;                            /* of an owner's first that waits: the next owner's first, and its own last */
+    uint64_t owner_left;                                                /* bytes of all that it has waiting */
     const struct device_ops *ops;                                       /* of the device's kind when the part began */
     void (*ended)(struct ring *ring, struct io_part *part, int result); /* takes the result first, and completes the part again; or NULL */
     struct nvme_remote *remote;
@@ -47,11 +54,12 @@ struct io_part {
     struct ring_threads *home;
 };
 struct io_group {
-    struct io_group *next, *previous; /* in flight, by deadline */
+    struct io_group *next; /* free */
     struct ring *ring;
     io_callback callback;
     void *owner;
-    uint64_t deadline_ns;
+    uint64_t patience_ns; /* a device is silent for so long at most */
+    uint64_t start_by_ns; /* no part begins after this; 0: whenever it is its turn */
     uint32_t segment;
     int result; /* 0 or the first -errno */
     uint16_t part_count, parts_left, iov_count;
@@ -69,17 +77,30 @@ struct ring_beside {
     uint64_t (*timeout)(struct ring *ring, uint64_t timeout_ns);
     void (*free)(struct ring *ring);
 };
+/* The parts of one device that a ring has (io/turns.c). */
+struct ring_device {
+    struct io_part *first, *last;   /* under way, by their start */
+    struct io_part *owners, *owned; /* the first that waits of each owner, in the order of their turns; of the last owner */
+    uint64_t bytes, limit;          /* under way */
+    uint64_t answered_ns;           /* the last answer to this ring */
+    bool taking;                    /* its parts are being begun */
+    bool oldest;                    /* the next turn is the oldest owner's */
+};
 /* The call of io_uring that was refused. */
 enum ring_step { RING_SETUP, RING_REGISTER, RING_ENTER };
 struct ring {
     struct io_uring uring;
     struct ring_threads *threads; /* the ring goes by threads (io/threads.c), and `uring` is not made; or NULL */
     struct kvfs_array *array;
-    struct io_group *oldest, *newest; /* the first and the last to expire */
+    struct ring_device *devices; /* by the array's */
     struct io_group *free;
-    uint64_t until_ns;  /* deadline of the request that I/O belongs to from now on (I6); 0: none */
-    uint32_t in_flight; /* parts */
-    uint32_t queued;    /* SQEs not yet submitted */
+    uint64_t until_ns;    /* deadline of the request that I/O belongs to from now on (I6), if no device answers; 0: none */
+    uint64_t start_by_ns; /* of I/O from now on: the group's */
+    uint64_t expires_ns;  /* no part under way expires before this */
+    uint64_t answered_ns; /* when a device last answered */
+    uint32_t in_flight;   /* parts, with those that wait */
+    uint32_t waiting;     /* of these, for their turn */
+    uint32_t queued;      /* SQEs not yet submitted */
     struct {
         uint64_t due_ns;
         struct io_part *part;
@@ -98,7 +119,8 @@ struct ring {
 int ring_init(struct ring *ring, struct kvfs_array *array, unsigned entries);
 int ring_init_wide(struct ring *ring, struct kvfs_array *array, unsigned entries); /* with SQEs of 128 bytes, where the kernel has them (5.19) */
 void ring_free(struct ring *ring);
-/* Read or write pages [page, page + sum of iovs) of a segment. -ENOMEM, -E2BIG (more than a group holds). Nothing is submitted yet. */
+/* Read or write pages [page, page + sum of iovs) of a segment. -ENOMEM, -E2BIG (more than a group holds). Nothing is submitted yet. Groups of one owner
+ * begin in the order of these calls. */
 int ring_io(struct ring *ring, bool write, uint32_t segment, uint32_t page, const struct iovec *iovs, uint32_t iov_count, struct slot *const *slots,
             uint32_t slot_count, io_callback callback, void *owner);
 void ring_submit(struct ring *ring);
@@ -106,6 +128,12 @@ void ring_submit(struct ring *ring);
 uint32_t ring_reap(struct ring *ring);
 /* Submits and sleeps until a completion or timeout; then the caller reaps. */
 void ring_wait(struct ring *ring, uint64_t timeout_ns);
+/* In the middle of long work: devices that have answered get what waits for them. It calls back. */
+void ring_feed(struct ring *ring);
+/* The owner needs no more: its parts that have not begun end with -ECANCELED. */
+void ring_drop(struct ring *ring, const void *owner);
+/* A device has answered I/O under this deadline: what follows has the whole time again. */
+void ring_renew(const struct ring *ring, uint64_t *until_ns);
 /* For device_ops: a part ends, with its size or -errno. A start() uses ring_part_delay() instead. */
 void ring_part_complete(struct ring *ring, struct io_part *part, int result);
 /* Let the part end with this result in a later reap. False: too many wait. */
@@ -120,6 +148,22 @@ bool ring_idle(const struct ring *ring);
 /* One blocking I/O of any size. */
 int blocking_io(struct ring *ring, bool write, uint32_t segment, uint32_t page, const struct iovec *iovs, uint32_t iov_count,
                 struct slot *const *slots, uint32_t slot_count);
+
+/* ---- io/turns.c: which part begins when ---- */
+
+int turns_init(struct ring *ring); /* -ENOMEM */
+void turns_add(struct ring *ring, struct io_part *part);
+/* The next part of the device, which waits no longer; NULL: none waits, or there is no room. *refused: 0, and it is under way; or why it may not begin. */
+struct io_part *turns_take(struct ring *ring, uint32_t device, int *refused);
+/* A part that waits for its turn does so no longer. */
+void turns_cut(struct ring *ring, struct io_part *part);
+/* A part that is under way has ended, or is given up on. */
+void turns_leave(struct ring *ring, struct io_part *part);
+void turns_answered(struct ring *ring, struct io_part *part, uint64_t now);
+/* The time at which a part that is under way expires, and since when its device has been silent. */
+uint64_t turns_until(const struct ring *ring, const struct io_part *part);
+uint64_t turns_silent_since(const struct ring *ring, const struct io_part *part);
+struct io_part *turns_of(const struct ring *ring, uint32_t device, const void *owner); /* the first of the owner's that waits */
 
 /* ---- io/threads.c: a ring where io_uring is denied ---- */
 

@@ -5,7 +5,8 @@ The protocol is that of engine_players.py. Answers have an item a block:
   lookup  whether it is found
   load    "same", "miss", or "wrong": LMCache takes it for loaded, and its bytes are others
   delete  null
-"counters" answers with those of the connector, "fd" with its descriptor's number.
+"counters" answers with those of the connector, "fd" with its descriptor's number. "removed": the blocks that LMCache's
+listeners were told of since the last time; "used": the bytes that it counts.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import time
 
 import torch
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
+from lmcache.v1.distributed.internal_api import L2AdapterListener
 from lmcache.v1.distributed.l2_adapters import create_l2_adapter
 from lmcache.v1.distributed.l2_adapters.config import parse_args_to_l2_adapters_config
 from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
@@ -49,10 +51,26 @@ def awaited(poll):
     return result
 
 
+class Listener(L2AdapterListener):
+    def __init__(self):
+        self.removed = []
+
+    def on_l2_keys_stored(self, keys, sizes):
+        pass
+
+    def on_l2_keys_accessed(self, keys):
+        pass
+
+    def on_l2_keys_deleted(self, keys):
+        self.removed += keys
+
+
 class Player:
     def __init__(self, configuration):
         config = parse_args_to_l2_adapters_config(argparse.Namespace(l2_adapter=[configuration])).adapters[0]
         self.adapter = create_l2_adapter(config)
+        self.listener = Listener()
+        self.adapter.register_listener(self.listener)
         self.stored = {}
 
     def store(self, blocks, **which):
@@ -90,6 +108,15 @@ class Player:
 
     def delete(self, blocks, **which):
         self.adapter.delete([key(block, **which) for block in blocks])
+
+    def removed(self, blocks, **which):
+        told, self.listener.removed = self.listener.removed, []
+        numbers = [int.from_bytes(each.chunk_hash, "big") for each in told]
+        assert told == [key(number, **which) for number in numbers]
+        return numbers
+
+    def used(self, blocks):
+        return self.adapter.get_usage().total_bytes_used
 
     def counters(self, blocks):
         return dataclasses.asdict(self.adapter._client.statistics())

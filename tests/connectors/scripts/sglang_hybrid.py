@@ -88,7 +88,9 @@ class Hybrid(sglang_player.Player):
         return [{name.value: sum(loaded[name]) for name in counts}, right]
 
     def groups(self, blocks, group_pages, block_pages):
-        """The reach of a pool whose policy is BLOCK_GROUPS, and the pages of KV."""
+        """The reach of a pool whose policy is BLOCK_GROUPS, and the pages of KV; nothing where SGLang has none."""
+        if not hasattr(PoolHitPolicy, "BLOCK_GROUPS"):
+            return None
         hashes = self.hashes(blocks[-1] // 100, blocks[-1] % 100 + 1)
         transfer = PoolTransfer(
             PoolName.INDEXER, keys=hashes, hit_policy=PoolHitPolicy.BLOCK_GROUPS, group_pages=group_pages,

@@ -16,6 +16,7 @@ A request is about the pages from a prompt's first on, up to the last one named.
 
 import dataclasses
 import importlib.util
+import inspect
 import json
 import random
 import sys
@@ -69,6 +70,16 @@ def popped(queue):
     return None if queue.empty() else queue.get_nowait()
 
 
+def host_of(kind, device, layout, **options):
+    """A host pool of that class. From 0.5.23 on it knows nothing of the device's pool but what it is told, such as
+    `options`."""
+    common = {"pin_memory": False}
+    if "device_pool" in inspect.signature(kind.__init__).parameters:
+        return kind(device, 2.0, 0, PAGE, layout, **common)
+    common |= {"start_layer": device.start_layer, "end_layer": device.end_layer, "device_capacity_tokens": device.size}
+    return kind(device.get_device_pool_infos()[0].buffer_info, 2.0, 0, PAGE, layout, **common, **options)
+
+
 class Allocator:
     """The controller asks an allocator of device slots for its pool, and no slots are allocated here."""
 
@@ -94,11 +105,7 @@ class Player:
         self.hashes(0, 1)  # builds an extension at its first use
 
     def host_pool(self, device):
-        info = device.get_device_pool_infos()[0].buffer_info
-        return MHATokenToKVPoolHost(
-            info, 2.0, 0, PAGE, self.layout, pin_memory=False, device_capacity_tokens=device.size,
-            start_layer=device.start_layer, end_layer=device.end_layer,
-        )  # fmt: skip
+        return host_of(MHATokenToKVPoolHost, device, self.layout)
 
     def controller_of(self, host, settings):
         return HiCacheController(

@@ -9,7 +9,7 @@ import random
 import sys
 
 import torch
-from sglang_player import HEADS, LAYERS, PAGE, WIDTH, MHATokenToKVPool, MHATokenToKVPoolHost
+from sglang_player import HEADS, LAYERS, PAGE, WIDTH, MHATokenToKVPool, MHATokenToKVPoolHost, host_of
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig  # isort: skip
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
@@ -22,19 +22,13 @@ HASHES = [f"{page:064x}" for page in range(PAGES)]
 
 def mha(layout, heads):
     device = MHATokenToKVPool(16 * PAGE, PAGE, torch.bfloat16, heads, WIDTH, LAYERS, "cpu", enable_memory_saver=False)
-    return MHATokenToKVPoolHost(
-        device.get_device_pool_infos()[0].buffer_info, 2.0, 0, PAGE, layout, pin_memory=False,
-        device_capacity_tokens=device.size, start_layer=device.start_layer, end_layer=device.end_layer,
-    )  # fmt: skip
+    return host_of(MHATokenToKVPoolHost, device, layout)
 
 
 def mla(layout):
     device = MLATokenToKVPool(16 * PAGE, PAGE, torch.bfloat16, 64, 16, LAYERS, "cpu", enable_memory_saver=False)
-    return MLATokenToKVPoolHost(
-        device.get_device_pool_infos()[0].buffer_info, 2.0, 0, PAGE, layout, pin_memory=False,
-        device_capacity_tokens=device.size, start_layer=device.start_layer, end_layer=device.end_layer,
-        target_layer_num=device.layer_num, override_kv_cache_dim=device.kv_cache_dim,
-    )  # fmt: skip
+    options = {"target_layer_num": device.layer_num, "override_kv_cache_dim": device.kv_cache_dim}
+    return host_of(MLATokenToKVPoolHost, device, layout, **options)
 
 
 class Rank:

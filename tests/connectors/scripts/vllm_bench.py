@@ -1,7 +1,8 @@
 """One operation of vLLM's tiering manager on kvfs's tier: vllm_bench.py MOUNT OPERATION BATCHES BLOCK_KIB.
 
-OPERATION: store, lookup or load of BATCHES batches of 128 blocks, from and into vLLM's shared region. Loads are
-compared. Prints the seconds of each batch as JSON: of a store and a load until the manager knows that they are over.
+OPERATION: store, lookup or load of BATCHES batches of 128 blocks, from and into vLLM's shared region; or ahead, a load
+that a kv.prefetch came before. Loads are compared. Prints the seconds of each batch as JSON: of a store and a load
+until the manager knows that they are over.
 """
 
 import json
@@ -16,7 +17,11 @@ BATCH = 128
 def main(mount, operation, batches, block_kib):
     size = int(block_kib) << 10
     tier = {"type": "KvfsTier", "module_path": "kvfs.connectors.vllm", "mount": mount}
-    extra = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 2 * BATCH * size, "secondary_tiers": [tier]}
+    extra = {
+        "spec_name": "TieringOffloadingSpec",
+        "cpu_bytes_to_use": (5 if operation == "ahead" else 2) * BATCH * size,
+        "secondary_tiers": [tier],
+    }
     player = Player({"kv_connector_extra_config": extra, "block_size": size})
     # A region that was never written is made page by page while it is loaded into, and an engine's was.
     player.memory[:] = bytes(len(player.memory))
@@ -33,9 +38,14 @@ def main(mount, operation, batches, block_kib):
             begun = time.perf_counter()
             player.manager.complete_store(prepared.keys_to_store, context)
         else:
+            if operation == "ahead":
+                player.do_hint([["kv.prefetch", {"block_hashes": player.do_hashes(numbers)}]])
+                while not all(player.do_near(numbers)):
+                    player.step()
+                    time.sleep(0.001)
             begun = time.perf_counter()
             found = [player.tier.lookup(key, context) for key in keys] if operation == "lookup" else None
-            if operation == "load":
+            if operation in ("load", "ahead"):
                 for key in keys:
                     player.manager.lookup(key, context)
         if operation == "lookup":
@@ -47,7 +57,7 @@ def main(mount, operation, batches, block_kib):
         player.manager.on_request_finished(context)
         player.settle()
         seconds.append(time.perf_counter() - begun)
-        if operation == "load":
+        if operation in ("load", "ahead"):
             again = player.request(numbers)
             for number, key in zip(numbers, keys, strict=True):
                 (chunk,) = player.manager.prepare_load([key], again).block_ids

@@ -6,21 +6,32 @@ One process is one engine after the other. Commands are lines of JSON on standar
 line of answer.
 """
 
+import contextlib
 import gc
 import hashlib
 import json
 import os
+import queue
 import random
 import sys
+import threading
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 
 # The answers go where nothing else can write.
 ANSWERS = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
 sys.stdout.reconfigure(line_buffering=True)  # vLLM's log
 
-from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext  # noqa: E402
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash  # noqa: E402
+from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope  # noqa: E402
+from vllm.v1.kv_offload.base import (  # noqa: E402
+    LookupResult,
+    ReqContext,
+    ScheduleEndContext,
+    get_offload_block_hash,
+)
 from vllm.v1.kv_offload.config import (  # noqa: E402
     OffloadingCacheConfig,
     OffloadingConfig,
@@ -30,6 +41,7 @@ from vllm.v1.kv_offload.config import (  # noqa: E402
 )
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory  # noqa: E402
 
+os.environ["VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES"] = "1"
 DEADLINE_S = 60
 TOKENS = 16
 
@@ -73,16 +85,22 @@ class Player:
     def chunk(self, chunk):
         return self.memory[int(chunk) * self.size : (int(chunk) + 1) * self.size]
 
-    def request(self, numbers, hint=None):
+    def request(self, numbers, hint=None, actions=()):
+        """actions: types and payloads of an envelope of hints."""
         self.requests += 1
-        context = ReqContext(f"request-{self.requests}", kv_transfer_params=hint and {"kvfs": hint})
+        made = [KvHintAction(str(index), of_type, "1.0", payload) for index, (of_type, payload) in enumerate(actions)]
+        context = ReqContext(
+            f"request-{self.requests}",
+            kv_transfer_params=hint and {"kvfs": hint},
+            kv_hints=KvHintsEnvelope("0.1", "message", made) if made else None,
+        )
         for number in numbers:
             context.set_offload_key_position(key_of(number), (number + 1) * TOKENS)
         self.manager.on_new_request(context)
         return context
 
-    def step(self):
-        self.manager.on_schedule_end(ScheduleEndContext((), ()))
+    def step(self, *new_requests):
+        self.manager.on_schedule_end(ScheduleEndContext(new_requests, ()))
 
     def settle(self):
         """Step until nothing is under way; returns how many steps that took."""
@@ -100,9 +118,9 @@ class Player:
     def do_ready(self):
         return {"seconds": self.started_s, "size": self.size, "chunks": len(self.view)}
 
-    def do_store(self, numbers, hint=None):
+    def do_store(self, numbers, hint=None, actions=()):
         """As after the prefill of one request: from the "GPU" to the primary tier, and from there to kvfs."""
-        context = self.request(numbers, hint)
+        context = self.request(numbers, hint, actions)
         prepared = self.manager.prepare_store([key_of(number) for number in numbers], context)
         if prepared is None:
             return None
@@ -131,6 +149,7 @@ class Player:
             answers.append("same" if self.chunk(chunk) == self.content(number) else "wrong")
             self.manager.complete_load([key], context)
         self.manager.touch([key_of(number) for number in numbers], context)
+        self.step(context.req_id)
         self.manager.on_request_finished(context)
         self.settle()
         return answers
@@ -143,6 +162,60 @@ class Player:
         self.manager.on_request_finished(context)
         self.step()
         return [answer is LookupResult.HIT for answer in answers]
+
+    def do_lookup_between(self, numbers):
+        """The same between two steps, by another thread, as vLLM 0.33 asks for a peer."""
+        context = self.request(numbers)
+        with ThreadPoolExecutor(1) as others, getattr(self.manager, "lock", contextlib.nullcontext()):
+            answers = others.submit(lambda: [self.tier.lookup(key_of(number), context) for number in numbers]).result()
+        self.manager.on_request_finished(context)
+        return [answer is LookupResult.HIT for answer in answers]
+
+    def do_crowd(self, rounds):
+        """Store, look up and load again and again, while another thread drains the tier and a third one looks up."""
+        tier, arrived, over = self.tier, queue.SimpleQueue(), threading.Event()
+        drain = tier.get_finished_jobs
+        context = self.request(range(64))
+
+        def poll():
+            while not over.is_set():
+                for result in drain():
+                    arrived.put(result)
+
+        def ask():
+            while not over.is_set():
+                for number in range(64):
+                    tier.lookup(key_of(number), context)
+                tier.get_stats(), tier.has_pending_work(), list(tier.take_events())
+
+        def polled():
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    yield arrived.get_nowait()
+
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(1e-5)
+        tier.get_finished_jobs = polled
+        answers = []
+        try:
+            with ThreadPoolExecutor(2) as others:
+                calls = [others.submit(poll), others.submit(ask)]
+                try:
+                    for index in range(rounds):
+                        numbers = range(index % 8 * 4, index % 8 * 4 + 4)
+                        self.do_forget()
+                        self.do_store(numbers)
+                        self.do_forget()
+                        answers += self.do_load(numbers)
+                finally:
+                    over.set()
+                for call in calls:
+                    call.result()
+        finally:
+            tier.get_finished_jobs = drain
+            sys.setswitchinterval(before)
+        self.manager.on_request_finished(context)
+        return answers
 
     def do_time_lookups(self, numbers):
         """Microseconds of processor time a key, the best of some steps, of the whole prompt in one step."""
@@ -173,6 +246,26 @@ class Player:
     def do_keys(self, numbers):
         return [key_of(number).hex() for number in numbers]
 
+    def do_hashes(self, numbers):
+        """As a router knows the blocks."""
+        return [maybe_convert_block_hash(get_offload_block_hash(key_of(number))) for number in numbers]
+
+    def do_hint(self, actions):
+        """A request that has hints and no blocks of its own comes, and ends."""
+        context = self.request((), actions=actions)
+        self.manager.on_request_finished(context)
+        self.step()
+
+    def do_step(self):
+        self.step()
+
+    def do_near(self, numbers):
+        """Those in the primary tier."""
+        context = self.request(())
+        near = [self.manager.primary_tier.lookup(key_of(number), context) is LookupResult.HIT for number in numbers]
+        self.manager.on_request_finished(context)
+        return near
+
     def do_stats(self):
         stats = self.manager.get_stats()
         return {
@@ -181,7 +274,14 @@ class Player:
 
     def do_events(self):
         told = [event for event in self.manager.take_events() if event.medium is self.tier.medium]
-        return [[[key.hex() for key in event.keys], event.removed, event.ownership] for event in told]
+        return [
+            [
+                [key.hex() for key in event.keys],
+                event.removed,
+                [event.locality.value, event.ownership, event.removal_expected],
+            ]
+            for event in told
+        ]
 
     def do_parents(self, numbers):
         """As a store would say it of these keys."""

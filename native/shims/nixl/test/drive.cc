@@ -103,6 +103,8 @@ static void parameters() {
         {{"mount", ""}},
         {{"mount", mount}, {"bucket", "b"}},
         {{"mount", mount}, {"depth", "0"}},
+        {{"mount", mount}, {"revision", "a/b"}},
+        {{"mount", mount}, {"revision", std::string(200, 'r')}},
         {{"mount", mount}, {"depth", "65"}},
         {{"mount", mount}, {"timeout_ms", "2s"}},
         {{"mount", mount}, {"timeout_ms", "99999999999999999999"}},
@@ -114,7 +116,7 @@ static void parameters() {
         plugin->destroy_engine(engine);
     }
     Parameters given = plugin->get_backend_options();
-    CHECK(given.size() == 4);
+    CHECK(given.size() == 5);
     given["mount"] = mount;
     Engine *engine = make(given); /* NIXL hands them back */
     CHECK(!Look::failed(engine));
@@ -344,7 +346,7 @@ int main(int count, char **words) {
         return 2;
     mount = words[1];
     unsetenv("KVFS_NIXL_ANY_VERSION");
-    CHECK(!nixl_plugin_init()); /* this program is no NIXL that was tried */
+    CHECK(!nixl_plugin_init()); /* nothing of NIXL's is beside this program: nobody can tell */
     setenv("KVFS_NIXL_ANY_VERSION", "1", 1);
     CHECK((plugin = nixl_plugin_init()));
     parameters();

@@ -1,0 +1,63 @@
+"""Looks whether the daemons of this process's connections are there: one thread for all of them, twice a second.
+
+A look costs some microseconds, as libkvfs has heard of the end already. Without it a connection that nobody uses would
+count as up until its next call, and an engine would learn of an unmount by a miss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import weakref
+from typing import Protocol
+
+PERIOD_S = 0.5
+
+
+class Watched(Protocol):
+    def look(self) -> bool:
+        """It never raises and never waits. Returns whether to look again."""
+
+
+_lock = threading.Lock()
+_watched: weakref.WeakSet[Watched] = weakref.WeakSet()
+_thread: threading.Thread | None = None
+
+
+def add(one: Watched) -> None:
+    """It is looked at until it says no, or nobody else knows it. Where no thread is to be had, a later add() tries."""
+    global _thread
+    with _lock:
+        _watched.add(one)
+        if _thread is None or not _thread.is_alive():
+            _thread = threading.Thread(target=_run, name="kvfs-watch", daemon=True)
+            with contextlib.suppress(RuntimeError):
+                _thread.start()
+
+
+def _run() -> None:
+    global _thread
+    while True:
+        time.sleep(PERIOD_S)
+        with _lock:
+            every = list(_watched)
+        over = [one for one in every if not one.look()]
+        every.clear()
+        with _lock:
+            _watched.difference_update(over)
+            over.clear()
+            if not _watched:
+                _thread = None
+                return
+
+
+def _after_fork() -> None:
+    """A child has neither the thread nor the lock's holder; what its parent connected is not its own."""
+    global _lock, _thread
+    _lock, _thread = threading.Lock(), None
+    _watched.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)

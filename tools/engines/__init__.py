@@ -1,0 +1,1 @@
+"""Real engines on this machine: environments for many versions of each, and which of them kvfs works with."""
