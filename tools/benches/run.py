@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import re
 import shutil
 import sys
 import tempfile
@@ -13,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
+from benches import results
 from benches.cases import BOTH, CASES
 from benches.common import (
     DEVICE_COUNT,
@@ -71,7 +73,7 @@ class Parser(argparse.ArgumentParser):
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(
         prog="tools/bench",
-        description="Measure kvfs against its peers; docs/performance.md says what each case compares.",
+        description="Measure kvfs against its peers; docs/internals/benches.md says what each case compares.",
         allow_abbrev=False,
     )
     # A million blocks take minutes, so this case runs only by name, or with --quick.
@@ -82,6 +84,9 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the JSON document there")
     parser.add_argument(
         "--markdown", type=Path, metavar="FILE", help="measure nothing: print the table of this JSON document"
+    )
+    parser.add_argument(
+        "--results", nargs="?", const="", metavar="PATTERN", help="measure nothing: print earlier results that match"
     )
     parser.add_argument(
         "--directory", type=Path, metavar="DIR", help="where files as devices are made (default build/bench)"
@@ -109,7 +114,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
+def _print_results(pattern: str) -> int:
+    """Print the results that match; 1 if there are none."""
+    try:
+        text = results.render(results.load(), pattern)
+    except re.error as error:
+        raise UsageError(f"--results: {pattern}: {error}") from error
+    if not text:
+        raise BenchError(f"--results: no result matches {pattern}")
+    print(text)
+    return 0
+
+
 def _main(arguments: argparse.Namespace) -> int:
+    if arguments.results is not None:
+        return _print_results(arguments.results)
     if arguments.markdown is not None:
         try:
             print(render_markdown(parse_json(arguments.markdown.read_text(), str(arguments.markdown))))
