@@ -30,7 +30,7 @@ class ChainStatistics:
 
 
 class Chains:
-    """Chains that are in no pool: whoever has them changes them."""
+    """Chains outside of a pool: their holder changes them."""
 
     def __init__(self, slots: int, ghosts: int) -> None:
         out = ffi.new("struct kvfs_chains **")

@@ -23,7 +23,7 @@ def check_records(records: bytes, *, epoch_max: int, segment_count: int, end_pag
 
 
 def count_pages(records: bytes, pages: array[int]) -> None:
-    """Add the pages of each sealed block, its header's included, to those of its segments: 64 bits for each segment.
+    """Add the pages of each sealed block, its header's included, to its segments' pages: 64 bits for each segment.
     FormatError."""
     if lib.kvfs_records_pages(records, len(records), lent(pages, "uint64_t[]"), len(pages)) < 0:
         raise FormatError(f"{len(records)} bytes of inode records: one is none, or lies beyond {len(pages)} segments")

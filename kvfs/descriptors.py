@@ -50,8 +50,8 @@ def epoll() -> select.epoll:
 
 
 def fill_standard() -> None:
-    """Lead those of descriptors 0 to 2 that the caller has closed to /dev/null, and Python's streams with them. For a
-    process of ours, before it opens anything."""
+    """Lead closed descriptors among 0 to 2 to /dev/null, and Python's streams with them. For a process of ours, before
+    it opens anything."""
     for fd in range(_MIN):
         try:
             os.fstat(fd)

@@ -1,4 +1,4 @@
-"""`kvfs doctor`: kvfs's needs that this machine meets, those that it does not, and how to mend them.
+"""`kvfs doctor`: kvfs's needs that this machine meets, those it lacks, and how to mend them.
 
 Each check looks at one thing and changes nothing. A check is *required* if a mount cannot work without it; the rest
 costs speed or comfort. Sources: io_uring_setup(2), io_uring_register(2), fuse(4), Documentation/filesystems/fuse and
@@ -149,7 +149,7 @@ def held_mount(status: Mapping[str, object], known: Mapping[str, tuple[int, int]
 
 
 def render(checks: list[Check]) -> str:
-    """One line a check, and the advice below those that are missing."""
+    """One line a check, and the advice below the missing ones."""
     width = max(len(check.name) for check in checks)
     lines = []
     for check in checks:

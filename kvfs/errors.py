@@ -76,7 +76,7 @@ class NamesFullError(NoSpaceError):
 
 
 class ShareError(NoSpaceError):
-    """A user may hold no more of the pool (kvfs.store.shares)."""
+    """A user has reached the pool's limit (kvfs.store.shares)."""
 
     errno = errno.EDQUOT
 
@@ -136,7 +136,7 @@ class StaleInodeError(KvfsError):
 
 
 class ExistsError(KvfsError):
-    """The name is there already."""
+    """The name exists already."""
 
     errno = errno.EEXIST
 
@@ -166,13 +166,13 @@ class CrossDeviceError(KvfsError):
 
 
 class NotPermittedError(KvfsError):
-    """Allowed to nobody, or to the owner alone."""
+    """Forbidden to all users, or to the owner alone."""
 
     errno = errno.EPERM
 
 
 class AccessError(KvfsError):
-    """A directory's mode keeps a user out. The kernel checks paths itself; this is for those that it does not see."""
+    """A directory's mode keeps a user out. The kernel checks paths itself; this is for paths that it does not see."""
 
     errno = errno.EACCES
 
@@ -249,7 +249,7 @@ class BusyBufferError(ClientError):
 
 
 class InvalidKeyError(ClientError, ValueError):
-    """A key that cannot be: of a wrong type or size, or twice where it may be there once."""
+    """A key that cannot be: of a wrong type or size, or twice where it may occur once."""
 
     errno = errno.EINVAL
 
@@ -262,7 +262,7 @@ class InvalidBufferError(ClientError, BufferError):
 
 class SmallBufferError(InvalidBufferError):
     """A destination is smaller than its block. The rest of the batch was read: `results` is what get_into would have
-    returned, None for what did not fit."""
+    returned, None where the block did not fit."""
 
     errno = errno.ERANGE
 

@@ -134,7 +134,7 @@ class Frames:
         lib.kvfs_holder_leave(self._plane, holder)
 
     def late_since(self, holder: HolderPages) -> int | None:
-        """When the oldest of its reservations expired where it may write all the same, as finish() was told."""
+        """When the oldest of its reservations expired where it may write all the same, as given to finish()."""
         since = cast(int, lib.kvfs_holder_late(self._plane, holder))
         return None if since == (1 << 64) - 1 else since
 
@@ -188,7 +188,7 @@ class Frames:
     # ---- taking back ----
 
     def next_expiry(self) -> int | None:
-        """When the first reservation expires, as finish() was told."""
+        """When the first reservation expires, as given to finish()."""
         until = cast(int, lib.kvfs_reservations_next(self._plane))
         return None if until == (1 << 64) - 1 else until
 
@@ -225,7 +225,7 @@ class Reserve:
         lib.kvfs_reserve_end(self._plane, self.told)
 
     def go(self) -> Next | None:
-        """Handle a part of the items. Returns None if no item finds a place any more."""
+        """Handle a part of the items. Returns None if no item finds a place."""
         found = lib.kvfs_reserve(self._plane, self.told)
         return None if found < 0 else Next(found)
 

@@ -34,7 +34,7 @@ class HeldMount:
     """Of one plane."""
 
     def __init__(self, plane: Any) -> None:
-        """plane: a struct kvfs_plane *, which lives as long as calls are made."""
+        """plane: a struct kvfs_plane *, which lives while calls are made."""
         self._plane = plane
 
     def begin(self, written: int) -> None:
@@ -43,8 +43,8 @@ class HeldMount:
         _check(lib.kvfs_fuse_hold(self._plane, written))
 
     def keep_opens(self, opens: int) -> None:
-        """`opens`: memory of opens_make(), which is told what is open for reading. The handles that earlier daemons
-        gave out are there again. Behind begin(), before any block may go."""
+        """`opens`: memory of opens_make(), which gets the open files. The handles that earlier daemons gave out exist
+        again. Behind begin(), before any block may go."""
         _check(lib.kvfs_opens_keep(self._plane, opens))
 
     def state(self) -> tuple[list[int], bytes]:
@@ -62,7 +62,7 @@ class HeldMount:
         _check(lib.kvfs_fuse_take(self._plane, list(fds), len(fds), held))
 
     def idmap(self) -> bool:
-        """Whether the mount may be bound with an idmapping: it was made so, by whatever daemon."""
+        """Whether the mount may be bound with an idmapping: it was made so, by any daemon."""
         return bool(lib.kvfs_fuse_idmap(self._plane))
 
     def leave(self, timeout_ms: int) -> None:
@@ -71,8 +71,8 @@ class HeldMount:
 
 
 def check_state(state: bytes, descriptors: int) -> int:
-    """The version of what an earlier daemon left as state(). KvfsError: this build cannot serve it. As the
-    others it changes nothing."""
+    """The version of an earlier daemon's words as state(). KvfsError: this build cannot serve it. As the others it
+    changes nothing."""
     return _known("an answer to INIT", lambda out: lib.kvfs_held_check(state, len(state), descriptors, out))
 
 

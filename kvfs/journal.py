@@ -81,7 +81,7 @@ def make(size: int = SIZE_USUAL) -> int:
 
 
 def read(fd: int) -> Journal:
-    """All whole steps of a journal that nobody writes. JournalError."""
+    """All whole steps of a journal without a writer. JournalError."""
     found, result = ffi.new("struct kvfs_journal_found *"), ffi.new("int *")
     entries = lib.kvfs_journal_read(fd, found, result)
     if entries == ffi.NULL:

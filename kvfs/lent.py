@@ -25,7 +25,7 @@ def lent(memory: Lendable, kind: str = "char[]") -> Any:
 
 
 class Part:
-    """The bytes of a message from an offset on, which are lent as long as this is referred to."""
+    """The bytes of a message from an offset on, which are lent while this is referred to."""
 
     __slots__ = ("_whole", "data", "size", "start")
 

@@ -141,7 +141,7 @@ class Names:
     """The names of one pool. `with names:` is a step: meanwhile no thread of the data plane changes a name."""
 
     def __init__(self, names: object | None = None, plane: object | None = None) -> None:
-        """`names`: those of a data plane, `plane`, which ends them; None makes own ones."""
+        """`names`: of a data plane, `plane`, which ends them; None makes own ones."""
         self._own, self._plane = names is None, plane
         self._attached, self._depth = False, 0
         if names is None:
@@ -182,7 +182,7 @@ class Names:
         lib.kvfs_names_number(self._names, number, int(in_pod))
 
     def seen(self, version: int) -> None:
-        """Another node has given this version: those of this one are above it from now on."""
+        """Another node has given this version: this node's are above it from now on."""
         lib.kvfs_names_seen(self._names, version)
 
     def next_inode(self) -> int:
@@ -263,7 +263,7 @@ class Names:
         return cast(int, lib.kvfs_places_written(self._names))
 
     def noted(self) -> list[tuple[int, int]]:
-        """Segments with news, and what (Note). They are news no more."""
+        """Segments with news, and what (Note). They are no longer news."""
         found: list[tuple[int, int]] = []
         while count := lib.kvfs_places_noted(self._names, self._noted, _NOTED_MAX):
             found += [(self._noted[i].segment, self._noted[i].notes) for i in range(count)]
@@ -310,7 +310,7 @@ class Names:
         )
 
     def absent(self, inodes: Sequence[int]) -> list[int]:
-        """Those that are not in memory."""
+        """The ones that are not in memory."""
         out = ffi.new("uint64_t[]", len(inodes))
         count = lib.kvfs_names_absent(self._names, ffi.new("uint64_t[]", inodes), len(inodes), out)
         return cast(list[int], ffi.unpack(out, count)) if count else []
@@ -376,7 +376,7 @@ class Names:
 
     def remove_files(self, directory: int, inodes: Sequence[InodeNumber]) -> Removed:
         """Files of a directory lose their names and go, as by unlink(2), and block table and places follow. Left are
-        directories, links, slabs, pinned files, and those that are not in memory."""
+        directories, links, slabs, pinned files, and files that are not in memory."""
         left, out = ffi.new("uint8_t[]", len(inodes)), ffi.new("struct kvfs_removed *")
         lib.kvfs_files_remove(self._plane, directory, ffi.new("uint64_t[]", inodes), len(inodes), left, out)
         return Removed(out.files, out.open, out.bytes, list(compress(inodes, ffi.buffer(left)[:])))
@@ -389,7 +389,7 @@ class Names:
             raise NamesError("no memory for a record")
 
     def limit(self, files: int, directories: int) -> None:
-        """So many that are as the index has them are kept at most. For tests."""
+        """The most records to keep that equal the index's. For tests."""
         lib.kvfs_names_limit(self._names, files, directories)
 
     def forget(self) -> None:
@@ -449,7 +449,7 @@ class Names:
 
     @contextlib.contextmanager
     def serving(self, token: int) -> Iterator[None]:
-        """Changes that this task makes are those of a request of a kernel, if that is one to be done once
+        """Changes that this task makes belong to a request of a kernel, if that is one to be done once
         (native/src/fuse/once.c). `token`: the `pid` that the session has of it, or the low half of a call's id."""
         if not (self._attached and lib.kvfs_request_of(self._plane, token, self._number, self._second)):
             yield
@@ -461,7 +461,7 @@ class Names:
             _REQUEST.reset(reset)
 
     def journal_settled(self) -> None:
-        """No request of the former daemon is sent again any more."""
+        """The kernel sends no request of the former daemon again."""
         lib.kvfs_names_journal_settled(self._names)
 
     def journal_idle(self) -> None:

@@ -331,8 +331,7 @@ class Plane:
             self.take(handler)
 
     def take(self, handler: Callable[[Event], None]) -> None:
-        """Deliver what is there: events first, then calls and completions for a moment. The next call delivers the
-        rest.
+        """Deliver events first, then calls and completions for a moment. The next call delivers the rest.
 
         Calls that change a directory come before all else (I29): the kernel holds the directory's lock meanwhile, and
         others that store there wait for it. A FLUSH takes its time anyway.
@@ -446,8 +445,8 @@ class Plane:
         self, fd: int, tag: str, queues: int, queue_size_max: int = 1024, *, memory_types: Sequence[int] = ()
     ) -> int:
         """Serve guests whose front ends connect to `fd`, a listening Unix socket (duplicated). Returns the transport's
-        number. memory_types: of filesystems (statfs(2), f_type) whose files guest memory may be, besides memfd, tmpfs
-        and hugetlbfs."""
+        number. memory_types: of filesystems (statfs(2), f_type) whose files guest memory may be, in addition to memfd,
+        tmpfs and hugetlbfs."""
         config = ffi.new("struct kvfs_virtiofs_config *")
         name = tag.encode()
         if not 0 < len(name) <= len(config.tag):
@@ -521,8 +520,8 @@ class Plane:
         return [Look._make(found) for found in LOOK.iter_unpack(ffi.buffer(out))]
 
     def blocks_evict(self, segment: int | None, inodes: Sequence[int]) -> Evicted:
-        """Take these inodes' blocks with a part in the segment out of table, names, places. Those that are open stay.
-        Without a segment they are one group: while one is open all stay. Records have to be in memory."""
+        """Take these inodes' blocks with a part in the segment out of table, names, places. Open ones stay. Without a
+        segment they are one group: while one is open all stay. Records have to be in memory."""
         gone, out = ffi.new("uint8_t[]", len(inodes)), ffi.new("struct kvfs_evicted *")
         rest = ffi.new("uint64_t[]", inodes), len(inodes), gone, out
         if segment is None:
@@ -694,7 +693,7 @@ class Plane:
         lib.kvfs_set_staging_share(self._plane, size)
 
     def user_hold(self, user: int, size: int) -> None:
-        """Set the bytes that a user holds besides open blocks."""
+        """Set the bytes that a user holds in addition to open blocks."""
         lib.kvfs_user_hold(self._plane, user, size)
 
     def users(self) -> list[UserNumbers]:
@@ -812,7 +811,7 @@ class Plane:
         return out.fd, out.size, out.position, out.number
 
     def feed_stop(self) -> None:
-        """Nobody listens to the feed any more."""
+        """End the feed: its last listener has gone."""
         lib.kvfs_feed_stop(self._plane)
 
     def table_set_complete(self, complete: bool) -> None:

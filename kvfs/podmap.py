@@ -232,7 +232,7 @@ class PodMap:
 
     def by_owner(self, blocks: memoryview) -> dict[int, tuple[list[int], list[bytes]]]:
         """The blocks (struct wire_foreign_block each) by the slot that owns their segment: which they are, and their
-        keys. Without those of this node."""
+        keys. Without this node's."""
         owners: dict[int, tuple[list[int], list[bytes]]] = {}
         for index, (key, segment, _) in enumerate(_BLOCK.iter_unpack(blocks)):
             slot = lib.kvfs_pod_owner(self._pod, segment)

@@ -1,7 +1,7 @@
 """Files of a mount into the kernel's page cache, where the next open finds their pages: `kvfs prestage`.
 
 The bytes go from the page cache to nowhere by sendfile(2): never through this process. Blocks that native clients keep
-in memory of their own are not included (kvfs_prestage()).
+in their own memory are not included (kvfs_prestage()).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Signals to kvfs's processes: those that end one cleanly, and those that are ignored and told.
+"""Signals to kvfs's processes: the ones that end it cleanly, and the ones that are ignored and logged.
 
 By default Linux ends a process by nearly every signal, at once and without a word (signal(7)). Here a signal that asks
 for an end unwinds a command as Ctrl-C does, and each other one is a line on stderr. A daemon hears the same signals in

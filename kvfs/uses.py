@@ -19,14 +19,14 @@ class Uses:
     """Of one plane. Inodes that are not there are passed over."""
 
     def __init__(self, plane: Any) -> None:
-        """plane: a struct kvfs_plane *, which lives as long as calls are made."""
+        """plane: a struct kvfs_plane *, which lives while calls are made."""
         self._plane = plane
 
     def of(self, inodes: Sequence[int]) -> list[tuple[int, int]]:
         """For each inode: the tick of its last use, and hits: opens since the mount, 255 at most.
 
-        The creation is a use, but no hit. A block that was there at the mount begins with the age of its segment
-        (begin). (0, 0) for an inode that is not there.
+        The creation is a use, but no hit. A block that existed at the mount begins with the age of its segment (begin).
+        (0, 0) for an inode that is not there.
         """
         if not inodes:
             return []
@@ -50,13 +50,13 @@ class Uses:
             raise KvfsError(f"block table: touch: {os.strerror(-error)}")
 
     def told(self, inodes: array[int], budget: int, cost: int, *, found: bool) -> int:
-        """As touch() of these (uint64_t), by somebody who tells so: as long as `budget` bytes last. A block costs so
-        much, and one that was found its size, too. Returns what was used up."""
+        """As touch() of these (uint64_t), by a report: while `budget` bytes last. A block costs a fixed amount, and a
+        found one its size, too. Returns what was used up."""
         asked = lent(inodes, "uint64_t[]")
         return budget - cast(int, lib.kvfs_inode_told(self._plane, asked, len(inodes), found, budget, cost))
 
     def done(self, inodes: Sequence[int]) -> None:
-        """These are needed no more, as a user says."""
+        """These are no longer needed, says a user."""
         lib.kvfs_inode_done(self._plane, lent(array("Q", inodes), "uint64_t[]"), len(inodes))
 
     def follow(self, inode: int, parent: int) -> None:

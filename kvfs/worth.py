@@ -90,7 +90,7 @@ class Weights:
         return [w.loss / w.count if w.count else float("inf") for w in self.all]
 
     def losses(self, area: int) -> list[float]:
-        """By segment of so many pages: what goes with it, by the page that is gained (kvfs_losses)."""
+        """By segment of a number of pages: the loss with it, by the page that is gained (kvfs_losses)."""
         lib.kvfs_losses(self.all, self.count, area, self._losses)
         return cast(list[float], ffi.unpack(self._losses, self.count))
 

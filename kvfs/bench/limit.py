@@ -37,7 +37,7 @@ class Limit:
 
 
 def limit(work: str, who: str, block_size: int, ours: Sequence[Seen], raw: Sequence[Seen], cores: int) -> Limit:
-    """The limit of one kind of work, by `who`, beside raw I/O. Each has its cells by depth, the smallest first."""
+    """The limit of one kind of work, by `who`, against raw I/O. Each has its cells by depth, the smallest first."""
     verb = work.removesuffix("s")
     size = format_size(block_size)
     best, best_raw = _best(ours), _best(raw)

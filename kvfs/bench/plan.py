@@ -1,4 +1,4 @@
-"""The cells of a measure: each kind of work, by each side, with blocks of two sizes and so many at once. Pure."""
+"""The cells of a measure: each kind of work, by each side, with blocks of two sizes and a number at once. Pure."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Plan:
 
 
 def plan(sides: Sequence[Side], works: Sequence[Work], seconds: float) -> Plan:
-    """Rows of cells that are compared with each other, for so many seconds in all."""
+    """Rows of cells that are compared with each other, for a number of seconds in all."""
     rows = []
     for block_size in BLOCK_SIZES:
         for work in (work for work in Work if work in works):
@@ -78,8 +78,8 @@ def plan(sides: Sequence[Side], works: Sequence[Work], seconds: float) -> Plan:
 
 
 def store_limit(room: int) -> int:
-    """Bytes of the set of blocks that is read, where a pool or a filesystem has so much room. A cell stores as many
-    beside it."""
+    """Bytes of the set of blocks that is read, where a pool or a filesystem has this much room. A cell stores as many
+    in addition."""
     return min(STORE_MAX, room // STORE_SHARE) // 2
 
 

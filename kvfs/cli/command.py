@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def guarded(command: Callable[[], int]) -> int:
-    """Run a command that is no verb, a tool of this repository: its signals and failures are told as a verb's."""
+    """Run a command that is no verb, a tool of this repository: its signals and failures are reported as a verb's."""
     with signals.handled() as heard:
         return _guarded(command, False, heard)
 
@@ -126,7 +126,7 @@ def _fail(error: object, debug: bool, status: int, as_json: bool, text: str | No
 
 def parser(verb: str | None = None) -> argparse.ArgumentParser:
     """The whole command line; completion and manual pages are made from it as well (usage.py). With the name of a verb
-    that tells of no other, that one alone: the others' files take longer to load than many a verb runs."""
+    without an alias, only that one: the others' files take longer to load than many a verb runs."""
     top = Parser(prog="kvfs", description="A striped cache of KV blocks, mounted as a filesystem.", allow_abbrev=False)
     top.add_argument("--version", action="version", version=f"kvfs {__version__}")
     verbs = Verbs(top)

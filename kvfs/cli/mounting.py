@@ -231,7 +231,7 @@ def _started_part(pool: Path) -> dict[str, object]:
 
 
 def started_text(document: numbers.Json) -> str:
-    """The line of `kvfs mount` or `kvfs export`: of what is served where, and by what."""
+    """The line of `kvfs mount` or `kvfs export`: with the source, the place and the transport."""
     sockets = [str(export.get("socket")) for export in numbers.items(document, "exports")]
     where = f"{document['mountpoint']}: pool {document['pool']}" if "mountpoint" in document else f"{document['pool']}"
     said = [where + (f" exported at {' and '.join(sockets)}" if sockets else "")]

@@ -62,12 +62,12 @@ def print_json(document: Mapping[str, object]) -> None:
 
 
 def note(text: object) -> None:
-    """A line for people, beside the result."""
+    """A line for people, next to the result."""
     print(printable(f"kvfs: {text}"), file=sys.stderr)
 
 
 def note_lines(notes: Sequence[str]) -> list[str]:
-    """Lines below a result, of what its reader should know. They are part of it, and no errors."""
+    """Lines below a result, that its reader should know. They are part of it, and no errors."""
     return [f"  note: {said}" for said in notes]
 
 

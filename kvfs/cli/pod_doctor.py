@@ -59,7 +59,7 @@ def examine_engines(config: PoolConfig) -> list[Finding]:
 
 
 def examine_map(config: PoolConfig, memory: int) -> Finding:
-    """Its memory, beside this machine's."""
+    """Its memory, against this machine's."""
     entries = map_entries(config)
     size = entries * MAP_ENTRY_SIZE
     text = f"others' names {entries:,}, {size_text(size)} of this machine's {size_text(memory)}"
@@ -70,7 +70,7 @@ def examine_map(config: PoolConfig, memory: int) -> Finding:
 
 
 def examine_pages(config: PoolConfig, states: Sequence[SlotState], own: int | None) -> list[Finding]:
-    """Node pages: who is there, and who is not on all devices."""
+    """Node pages: nodes that beat, and nodes that are not on all devices."""
     count = {state: [one.slot for one in states if one.state == state] for state in
              ("beating", "left", "frozen", "retired", "free")}  # fmt: skip
     text = ", ".join(f"{len(slots)} {state}" for state, slots in count.items() if slots)
@@ -93,7 +93,7 @@ def examine_pages(config: PoolConfig, states: Sequence[SlotState], own: int | No
 
 
 def examine_node_clocks(states: Sequence[SlotState], now: float) -> Finding:
-    """The times in the pages of nodes that beat, beside this node's clock."""
+    """The times in the pages of nodes that beat, against this node's clock."""
     off = {
         state.slot: state.page.written_ns / 1e9 - now
         for state in states

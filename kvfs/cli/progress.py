@@ -1,7 +1,7 @@
 """How far a long verb is, on stderr, and how long the rest may take.
 
-A bar by the package rich, where it is installed and stderr is a terminal; else lines, fewer as time goes on. A verb
-that ends within two seconds shows neither.
+A bar by the package rich, where it is installed and stderr is a terminal; otherwise lines, fewer as time goes on. A
+verb that ends within two seconds shows neither.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Progress:
             self._bar = None
 
     def __call__(self, step: str, done: int, total: int = 0, *, size: bool = False, least_s: float = 0.0) -> None:
-        """So much of a step is done. total: 0 if nobody knows. size: both are bytes. least_s: the rest of the step
+        """Report how much of a step is done. total: 0 if unknown. size: both are bytes. least_s: the rest of the step
         takes so long at least."""
         now = self._clock()
         if step != self._step:

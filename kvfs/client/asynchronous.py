@@ -1,4 +1,4 @@
-"""A client's calls as coroutines, for trio and for asyncio: each runs in a worker thread of its own.
+"""A client's calls as coroutines, for trio and for asyncio: each runs in its own worker thread.
 
 On cancellation the coroutine ends at once and the call goes on in its thread. The thread holds the memory's owners
 until the devices are done with it. The memory may be dropped, but a later reader of it may find bytes still arriving.
@@ -135,7 +135,7 @@ class AsyncClient(ABC):
         return await self._run(functools.partial(self.client.delete, keys))
 
     async def lease(self, keys: Iterable[Key], seconds: float) -> AsyncLease:
-        """Cancelled, the call may leave a lease that nobody has: it ends with its deadline."""
+        """Cancelled, the call may leave a lease without an owner: it ends with its deadline."""
         return AsyncLease(self, await self._run(functools.partial(self.client.lease, keys, seconds)))
 
     async def release(self, lease: Lease) -> bool:
@@ -171,7 +171,7 @@ class AsyncClient(ABC):
         return self.client.buffer(size)
 
     def events(self, *, keys: bool = True) -> AsyncEvents:
-        """Subscribe as Client.events() does; it waits for nothing. While somebody waits for an event, the subscription
+        """Subscribe as Client.events() does; it waits for nothing. While a caller waits for an event, the subscription
         takes a thread. Close it before the client."""
         return AsyncEvents(self, self.client.events(keys=keys))
 
@@ -212,7 +212,7 @@ class TrioClient(AsyncClient):
 
 
 class AsyncioClient(AsyncClient):
-    """The form for asyncio. Threads are those of the loop's default executor."""
+    """The form for asyncio. Threads come from the loop's default executor."""
 
     async def _run(self, call: Callable[[], R]) -> R:
         return await asyncio.to_thread(call)

@@ -75,8 +75,8 @@ def connect(
     a call has in flight, 1 to 64. staging_size: bytes of memory for prestage(), at most. gpu: how GPU memory is filled.
     "auto" takes the best that works here, a mode that is named and does not work is an error (MissingFeatureError),
     None never touches CUDA. verify=False is for benchmarks only: wrong bytes are then possible. paths: keys are the
-    paths of files below the namespace ("a/b/name"), for files that others write through the mount under names of their
-    own.
+    paths of files below the namespace ("a/b/name"), for files that others write through the mount under their own
+    names.
 
     Raises NotMountedError (no daemon answers), VersionError, DeadlineError, ValueError (an option), or ClientError with
     the errno of libkvfs. EINVAL or ENOTDIR: path is not a directory of a kvfs mount. ENOENT. EACCES: the daemon refuses
@@ -110,7 +110,7 @@ def connect(
 
 def events(path: str | os.PathLike[str], namespace: str = "", *, keys: bool = True, timeout_s: float = 2.0) -> Events:
     """Subscribe to the changes of a namespace of the pool that is mounted at path or above it, or whose directory path
-    is. All that changes after this call is told, in the order in which it happened.
+    is. All that changes after this call is reported, in order.
 
     keys: only blocks whose names a put could have made; False: every file that becomes a block. timeout_s: the deadline
     of the daemon's answers. Raises as kvfs.connect().
@@ -198,15 +198,15 @@ class Client:
         information().memory_alignment, and every one but the last is whole pages of 4096 bytes. GPU memory is copied
         into pinned memory first, while what was copied before is written.
 
-        A block that is there is replaced; readers see the old one or the new one, whole. Two writers of one key
-        both succeed and one stays. Space is reserved, and blocks are entered, in batches of up to 1024 or 256 MiB.
-        if_absent: a block that is there is not written, and counts as used; but one that this client could not read is
+        An existing block is replaced; readers see the old one or the new one, whole. Two writers of one key both
+        succeed and one stays. Space is reserved, and blocks are entered, in batches of up to 1024 or 256 MiB.
+        if_absent: an existing block is not written, and counts as used; but one that this client could not read is
         stored again. parents: for each block the key of the block before it in its chain, None for a first one. stream:
         a raw CUDA stream, for blocks in GPU memory. Earlier work on it is done before they are read; on the legacy
         default stream, if it is None or 0. All memory has been read when this returns.
 
-        Returns for each whether this call stored it; False: it was there (if_absent). Raises PutError if any was not
-        stored (its `failed`: key -> error; all others were, or were there). The PutError is also a NoSpaceError if only
+        Returns for each whether this call stored it; False: it existed (if_absent). Raises PutError if any was not
+        stored (its `failed`: key -> error; all others were, or existed). The PutError is also a NoSpaceError if only
         room was missing. InvalidKeyError: a key twice; InvalidBufferError; ValueError: not as many parents as blocks;
         NotMountedError: no daemon.
         """
@@ -233,22 +233,22 @@ class Client:
     def fresh(self) -> None:
         """In a pod: return once everything is found here that the other nodes had stored or removed before this call.
 
-        They are asked for what they hold back; names that engines are about to rename aside. Calls with `fresh=True` do
-        this first. DeadlineError names a node that lives and gave no answer in 100 ms; ClientError: no engine can be
+        They are asked for held-back news; names that engines are about to rename aside. Calls with `fresh=True` do this
+        first. DeadlineError names a node that lives and gave no answer in 100 ms; ClientError: no engine can be
         reached. Where the pool is no pod there is nothing to wait for.
         """
         self.library.fresh()
 
     def exists(self, keys: Iterable[Key], *, fresh: bool = False) -> list[bool]:
-        """Is there a block, for each key? Reads nothing from a device and asks nobody, unless it is to be fresh()."""
+        """Whether each key has a block. Reads nothing from a device and asks no daemon, unless it is to be fresh()."""
         if fresh:
             self.fresh()
         packed = self.library.pack(keys)
         return list(map(bool, self.library.exists(packed))) if packed.count else []
 
     def exists_prefix(self, keys: Iterable[Key], *, fresh: bool = False) -> int:
-        """How many keys, from the first on, have a block: the length of the prefix that is there. As cheap as exists();
-        keys behind the first gap are not looked up. `fresh`: fresh() first."""
+        """How many keys, from the first on, have a block: the length of the existing prefix. As cheap as exists(); keys
+        behind the first gap are not looked up. `fresh`: fresh() first."""
         if fresh:
             self.fresh()
         packed = self.library.pack(keys)
@@ -266,12 +266,12 @@ class Client:
         for a miss: no such block, or its device gave no answer in time, or its bytes did not verify.
 
         A destination is writable, C-contiguous, and at least as large as the block. A list or tuple of memories takes
-        the block's bytes in its order. Bytes behind the block stay as they are; after a miss its
-        content is undefined. Host memory aligned to information().memory_alignment (buffer() is) is read into without a
-        copy, in whole pages of 4096 bytes. Of a miss by timeout the owner is kept, and the memory refused
-        (BusyBufferError), until the device has let go of it. stream: a raw CUDA stream, for destinations in GPU memory:
-        what the stream does afterwards finds their bytes; destinations must stay until it has. With None or 0 the bytes
-        are there when this returns.
+        the block's bytes in its order. Bytes behind the block stay as they are; after a miss its content is undefined.
+        Host memory aligned to information().memory_alignment (buffer() is) is read into without a copy, in whole pages
+        of 4096 bytes. Of a miss by timeout the owner is kept, and the memory refused (BusyBufferError), until the
+        device has let go of it. stream: a raw CUDA stream, for destinations in GPU memory: what the stream does
+        afterwards finds their bytes; destinations must stay until it has. With None or 0 the bytes have arrived when
+        this returns.
 
         Raises SmallBufferError (the rest was read: its `results`); InvalidBufferError: read-only, not contiguous,
         overlapping, a stream with host memory. DeadlineError: the daemon was asked for the meaning of a name, and gave
@@ -294,8 +294,8 @@ class Client:
 
     def get_ranges(self, items: Iterable[tuple[Key, int, Pieces]]) -> Results:
         """Read parts of blocks: key, offset in the block in bytes, and destination (get_into's; host memory alone). A
-        part is as long as its destination, or ends with its block. Returns bytes read for each, 0 at or behind the end,
-        None for a miss.
+        part is as large as its destination, or ends with its block. Returns bytes read for each, 0 at or behind the
+        end, None for a miss.
 
         Only the leaves (4096 bytes) that hold these bytes are read and proved, and what of the block's header proves
         them. A key may come any number of times. Raises what get_into raises, but never SmallBufferError.
@@ -307,7 +307,7 @@ class Client:
         return [or_none(value) for value in self.library.get(self.library.keys(names), vectors, offsets)]
 
     def get(self, key: Key, *, fresh: bool = False) -> memoryview | None:
-        """A block in page-aligned memory of its own; None for a miss. `fresh`: fresh() first."""
+        """A block in its own page-aligned memory; None for a miss. `fresh`: fresh() first."""
         if fresh:
             self.fresh()
         packed = self.library.pack([key])
@@ -328,7 +328,7 @@ class Client:
 
     def lease(self, keys: Iterable[Key], seconds: float) -> Lease:
         """Keep blocks from eviction until the lease's release(), for `seconds` (an hour at most; more is cut), or until
-        this client is gone: whichever ends first. `held` of the result tells which blocks are kept: those that exist,
+        this client is gone: whichever ends first. `held` of the result tells which blocks are kept: the existing ones,
         as far as leases may hold them. All together hold an eighth of the pool at most, one client's a sixteenth.
 
         A lease keeps no block that others delete or replace, whose bytes are bad, or whose device goes away. So a read
@@ -340,15 +340,15 @@ class Client:
         return Lease(self.library, number, list(map(bool, held)))
 
     def claim(self, keys: Iterable[Key], seconds: float) -> int:
-        """As lease(), for who looks up and will load, and waits for nobody: the daemon is told of those that exist, and
-        is not listened to. Blocks that it refuses are not kept; none is while it is gone or late. Returns how many
-        it was told of. unclaim() ends it, or time."""
+        """Like lease(), for a look-up before a load, without a wait: the daemon gets the existing keys, and its answer
+        is not read. Blocks that it refuses are not kept; none is while it is gone or late. Returns how many it was
+        sent. unclaim() ends it, or time."""
         milliseconds, packed = milliseconds_of(seconds), self.library.pack(keys)
         return self.library.claim(packed, milliseconds) if packed.count else 0
 
     def unclaim(self, keys: Iterable[Key]) -> int:
-        """A load of these is over: each is given back to its oldest claim, which ends with its last key. Waits for
-        nobody. Returns how many were claimed."""
+        """A load of these is over: each is given back to its oldest claim, which ends with its last key. Does not wait.
+        Returns how many were claimed."""
         packed = self.library.pack(keys)
         return self.library.unclaim(packed) if packed.count else 0
 
@@ -359,9 +359,8 @@ class Client:
         return self.library.touch(packed) if packed.count else 0
 
     def done(self, keys: Iterable[Key]) -> int:
-        """A hint: nobody needs these blocks any more, as far as the caller knows, since their session has ended. They
-        go before others, until somebody uses them again. Returns how many exist. Of blocks that lie on other nodes of a
-        pod nothing is said."""
+        """Hint that these blocks are no longer needed: their session has ended. They go before others, until they are
+        used again. Returns how many exist. Of blocks that lie on other nodes of a pod nothing is said."""
         packed = self.library.pack(keys)
         return self.library.done(packed) if packed.count else 0
 
@@ -375,13 +374,13 @@ class Client:
 
     def prestage(self, keys: Iterable[Key]) -> int:
         """Start reading blocks that will be needed soon; the next get_into of each takes it from memory. Returns how
-        many were started: not those that do not exist or are there already. When staging_size is full the oldest
-        go."""
+        many were started: missing and present ones do not count. When staging_size is full the oldest go."""
         packed = self.library.pack(keys)
         return self.library.prestage(packed) if packed.count else 0
 
     def queue(self, *, depth: int = 64) -> Queue:
-        """A queue of batches that run beside this thread, with up to depth blocks (1 to 256) being read at a time."""
+        """A queue of batches that run in parallel to this thread, with up to depth blocks (1 to 256) being read at a
+        time."""
         from kvfs.client.queue import Queue
 
         if not 1 <= depth <= 256:
@@ -439,8 +438,8 @@ class Client:
     # ---- inside kvfs.client ----
 
     def gpu_reader(self) -> GpuReader:
-        """The reader that fills GPU memory; made at its first use. Raises MissingFeatureError if the mode asked
-        for is not to be had."""
+        """The reader that fills GPU memory; made at its first use. Raises MissingFeatureError if the mode asked for is
+        not available."""
         from kvfs.client.gpu import open_reader
 
         if self._gpu is None:

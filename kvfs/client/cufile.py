@@ -1,7 +1,7 @@
 """`kvfs cufile-run`: run a program with libkvfs_cufile.so in the place of libcufile.so.0.
 
-Knows where both libraries lie and how the dynamic linker is told of ours; what that does is in native/shims/cufile/.
-The real libcufile is looked for where the program would have found it; the library itself looks in fewer places.
+Knows where both libraries lie and how the dynamic linker finds ours; what that does is in native/shims/cufile/. The
+real libcufile is looked for where the program would have found it; the library itself looks in fewer places.
 """
 
 from __future__ import annotations

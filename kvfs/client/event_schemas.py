@@ -1,8 +1,8 @@
 """How a block becomes an event: in vLLM's schema of KV cache events, or in that of Mooncake's objects.
 
 vLLM's (0.33, distributed/kv_events.py): an event is a map with its type, or an array, as older routers have it. Keys
-are those of vLLM's offloading, a block hash and the number of a KV cache group. A block is told with its tokens where
-they are known (tokens.py), and else as vLLM's own storage tiers tell it: without tokens, parent and size.
+are vLLM's offloading keys, a block hash and the number of a KV cache group. A block is sent with its tokens where they
+are known (tokens.py), otherwise as vLLM's own storage tiers send it: without tokens, parent and size.
 
 An event names a block's medium, and neither owner nor place. Dynamo 1.6.1 credits no block with an `ownership`, not
 even an empty one.
@@ -35,8 +35,8 @@ def short(hash_: Hash) -> int:
 class Chunk:
     """The engine's blocks that one block of kvfs holds, in the order of their tokens.
 
-    parent: the hash before the first. more: fields of the event beside those of every event, as the engine has them.
-    guessed: no engine has told how many there are."""
+    parent: the hash before the first. more: fields of the event besides every event's fields, as the engine has them.
+    guessed: no engine has sent their number."""
 
     hashes: Sequence[Hash]
     parent: Hash | None
@@ -65,8 +65,8 @@ class Schema(Protocol):
 @dataclass(frozen=True, slots=True)
 class VllmSchema:
     """medium: where routers believe a block to lie. groups: keys end with a group (4 bytes, big-endian), which events
-    have apart. integers: hashes are their last 64 bits. arrays: an event is an array, as older routers have it.
-    sglang: keys are those of SGLang's connector, and hashes the first 64 bits of a page's, as in SGLang's events."""
+    have apart. integers: hashes are their last 64 bits. arrays: an event is an array, as older routers have it. sglang:
+    keys are SGLang's connector's, and hashes the first 64 bits of a page's, as in SGLang's events."""
 
     medium: str = "STORAGE"
     groups: bool = True

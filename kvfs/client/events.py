@@ -40,7 +40,7 @@ class Reason(IntEnum):
 @dataclass(frozen=True, slots=True)
 class Stored:
     """The path, below the namespace, leads to a block of `size` bytes from now on. key: None if it is no key's path.
-    number: of the change, among those of the whole pool."""
+    number: of the change, among all of the whole pool."""
 
     number: int
     key: bytes | None
@@ -52,7 +52,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """The path leads to no block any more; `size` bytes were there."""
+    """The path leads to a block no longer; It had `size` bytes."""
 
     number: int
     key: bytes | None
@@ -64,7 +64,7 @@ class Removed:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """`lost` changes of the whole pool, of which the namespace may have had some, cannot be told. The last has this
+    """`lost` changes of the whole pool, of which the namespace may have had some, are unknown. The last has this
     number."""
 
     number: int

@@ -212,8 +212,8 @@ class DirectStatistics:
 def open_reader(library: Library, wanted: str) -> GpuReader:
     """Open the reader that fills GPU memory for a client, in the mode wanted: "auto", "staged", "gds" or "host".
 
-    No GPU is touched before the first destination. Raises MissingFeatureError, with the reason, if a mode that is
-    named is not to be had.
+    No GPU is touched before the first destination. Raises MissingFeatureError, with the reason, if a named mode is not
+    available.
     """
     if wanted == "host":
         return GpuReader(library, "host", "asked for")
@@ -275,7 +275,7 @@ class GpuReader:
 
         stream: a raw CUDA stream of that GPU. Earlier work on it is done before a byte is written, and later work on it
         finds the bytes. Copies may still be under way when this returns: destinations must stay until the stream has
-        passed. 0: they are there when this returns. Raises InvalidBufferError, naming the key; SmallBufferError;
+        passed. 0: they have arrived when this returns. Raises InvalidBufferError, naming the key; SmallBufferError;
         ClientError with EIO where CUDA fails, ETIMEDOUT where the GPU hangs.
         """
         if self.mode == "host":

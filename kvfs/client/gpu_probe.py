@@ -1,4 +1,4 @@
-"""Probes of CUDA, libcufile and gds, which run in a process of their own: a driver may hang or crash.
+"""Probes of CUDA, libcufile and gds, which run in a separate process: a driver may hang or crash.
 
     python -m kvfs.client.gpu_probe --probe cuda|cufile|gds   one line of JSON
 
@@ -35,7 +35,7 @@ PROBED_CAPABILITY = 80
 
 
 def probe_cuda() -> Cuda:
-    """Here, in this process: call it in one of its own."""
+    """Here, in this process: call it in a separate one."""
     name = os.environ.get(CUDA_LIBRARY_VARIABLE) or "libcuda.so.1"
     try:
         library = ctypes.CDLL(name)

@@ -23,7 +23,7 @@ _KEYS, _PATHS = 0, 1
 
 
 class Keys:
-    """A batch of keys in memory that libkvfs can read. `struct` points into memory that lives as long as this.
+    """A batch of keys in memory that libkvfs can read. `struct` points into memory that lives while this does.
 
     paths: they are paths below the namespace (KVFS_PATHS). gaps: a key may be b"", which stands for none."""
 

@@ -149,7 +149,7 @@ class Library:
         return False
 
     def under_way(self, until: float = 0.0) -> int:
-        """How many calls are under way, those of this thread too. It waits for their ends until time.monotonic() is
+        """How many calls are under way, this thread's too. It waits for their ends until time.monotonic() is
         `until`."""
         calls = self._calls.copy().items()
         return sum(self._is_under_way(thread, call, until - time.monotonic()) for thread, call in calls)
@@ -160,7 +160,7 @@ class Library:
         return not self._freed and os.getpid() == self.pid
 
     def stop(self, timeout_s: float) -> bool:
-        """No call begins any more; wait for those under way. Returns whether there is something to free. Raises
+        """Refuse new calls, and wait for the ones under way. Returns whether there is something to free. Raises
         DeadlineError if they go on; it may be tried again."""
         if not self.usable:
             return False
@@ -171,7 +171,7 @@ class Library:
         return True
 
     def free(self) -> None:
-        """After stop(). Waits for answers that devices owe, as long as a device may take."""
+        """After stop(). Waits for answers that devices owe, for as much time as a device may take."""
         with self._lock:
             if self._freed:
                 return
@@ -187,7 +187,7 @@ class Library:
         lib.kvfs_close(self._handle)
 
     def abandon(self) -> None:
-        """Free without waiting, where nobody can call any more."""
+        """Free without waiting, where no further call can come."""
         self._closing = self._freed = True
         if self._held:
             _owed.extend([*self._held, self._handle])
@@ -211,7 +211,7 @@ class Library:
             self._hold([region for pieces in late for region in pieces])
 
     def hold_busy(self, regions: Sequence[Region]) -> None:
-        """Keep the owners of those that a device may still write into. Inside a call."""
+        """Keep the owners of buffers that a device may still write into. Inside a call."""
         busy = [region for region in regions if lib.kvfs_busy(self._handle, region.pointer, region.size) == 1]
         if busy:
             self._hold(busy)
@@ -279,7 +279,7 @@ class Library:
     def put(
         self, keys: Keys, blocks: Sequence[Sequence[Region]], *, if_absent: bool = False, parents: Keys | None = None
     ) -> tuple[list[int], Exception | None]:
-        """Blocks, each the pieces of its memory. 0 or -errno for each, -EEXIST where one is there (if_absent); and what
+        """Blocks, each the pieces of its memory. 0 or -errno for each, -EEXIST where one exists (if_absent); and what
         ended the whole call before its end, if something did."""
         assert len(blocks) == keys.count, (len(blocks), keys.count)
         results = array("q", [-errno.ECANCELED]) * keys.count
@@ -396,8 +396,8 @@ def put_options(if_absent: bool, parents: Keys | None) -> object:
 
 
 class Vectors:
-    """A struct kvfs_vector for each block: its pieces, and with offsets where in the block its bytes begin. Valid as
-    long as this lives."""
+    """A struct kvfs_vector for each block: its pieces, and with offsets where in the block its bytes begin. Valid while
+    this lives."""
 
     __slots__ = ("_pieces", "struct")
 

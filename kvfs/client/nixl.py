@@ -1,8 +1,8 @@
 """`kvfs nixl-plugins`: a directory of links in which NIXL finds its own plugins and libplugin_KVFS.so.
 
-NIXL looks for plugins in one directory, and NIXL_PLUGIN_DIR replaces the one beside its library. A plugin's own
+NIXL looks for plugins in one directory, and NIXL_PLUGIN_DIR replaces the one next to its library. A plugin's own
 libraries are looked for from where the plugin was opened, which is the link. So the directory has the layout of the
-wheel: `lib/plugins` with the plugins, `lib` with NIXL's libraries, and `<package>.libs` with those of others. No
+wheel: `lib/plugins` with the plugins, `lib` with NIXL's libraries, and `<package>.libs` with other libraries. No
 LD_LIBRARY_PATH is needed, and variables may be set by the program itself before it imports nixl.
 """
 
@@ -33,8 +33,8 @@ class Plugins:
 
 
 def make(directory: Path, nixl: Path | None) -> Plugins:
-    """Make the directory, or bring it up to date. nixl: where to look for libnixl.so; None: beside the packages of this
-    Python. UsageError if there is none, or more than one, or if something that is no link is in the way.
+    """Make the directory, or bring it up to date. nixl: where to look for libnixl.so; None: next to the packages of
+    this Python. UsageError if there is none, or more than one, or if something that is no link is in the way.
     MissingFeatureError if the plugin is not built.
     """
     if not PLUGIN.exists():

@@ -1,8 +1,8 @@
 """All nodes' events of a pod as one stream: `kvfs events --pod`.
 
-Each node tells of the blocks alone that were stored there. Its own `kvfs events --zmq --hashes keys` publishes them.
-Here they are subscribed to, beside this node's subscription. A block is there while any node has it: every node reads
-all of a pod's devices. So routers are told of its end with the last node that had it.
+Each node reports only the blocks stored on it. Its own `kvfs events --zmq --hashes keys` publishes them. Here they are
+subscribed to, with this node's subscription. A block exists while any node has it: every node reads all of a pod's
+devices. So routers get its end with the last node that had it.
 
 A loss shows in the numbers of a node's messages, also when it comes back or begins anew. Then it is asked to tell all
 again, between two marks. Blocks that it did not tell of between them are gone from that node.
@@ -54,7 +54,7 @@ class Node:
         self._questions = connected(context, zmq.DEALER, replay)
 
     def turn(self, left: list[int], places: Places) -> Iterator[tuple[bytes, bool]]:
-        """A part of what waits: keys, and whether the node has them now."""
+        """A part of the waiting changes: keys, and whether the node has them now."""
         self._ask()
         while min(left) > 0:
             try:
@@ -162,7 +162,7 @@ class Nodes:
         self._context.destroy(linger=0)
 
     def turn(self, places: Places) -> Iterator[tuple[Node, bytes, bool]]:
-        """A bounded part of what nodes have told: each in turn."""
+        """A bounded part of the nodes' events: each in turn."""
         left = [TURN_MESSAGES, TURN_SIZE]
         for _ in self.nodes:
             node = self.nodes[self._first]
@@ -178,8 +178,8 @@ class Nodes:
 
 
 class PodTelling(Telling):
-    """A pod's changes on their way to a publisher. name: this node's. each: every node's part in a block is told, not
-    its first and its last alone."""
+    """A pod's changes on their way to a publisher. name: this node's. each: every node's part in a block is sent, not
+    only the first and the last."""
 
     def __init__(self, *given: Any, nodes: Nodes, name: str, each: bool = False, **more: Any) -> None:
         super().__init__(*given, **more)

@@ -1,6 +1,6 @@
 """`kvfs preload-run`: run a program with libkvfs_preload.so, which takes its calls on kvfs mounts to the native path.
 
-Knows where the library lies and how the dynamic linker is told of it; what it does is in native/shims/preload/.
+Knows where the library lies and how the dynamic linker finds it; what it does is in native/shims/preload/.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def library() -> Path:
 
 
 def environment(base: Mapping[str, str]) -> dict[str, str]:
-    """`base`, with the library before whatever else is preloaded."""
+    """`base`, with the library before all other preloaded ones."""
     others = base.get("LD_PRELOAD", "")
     return {**base, "LD_PRELOAD": f"{library()}:{others}" if others else str(library())}
 

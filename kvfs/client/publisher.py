@@ -1,10 +1,10 @@
 """The sockets that a subscription's events go out by: ZeroMQ, as vLLM publishes its own.
 
 A message has three parts: the topic, a sequence number (8 bytes, big-endian), and a batch in msgpack: time, events,
-data-parallel rank. Schemas (event_schemas.py) say how an event looks; telling.py says which are told.
+data-parallel rank. Schemas (event_schemas.py) say how an event looks; telling.py says which are sent.
 
-Peers are not trusted to read. ZeroMQ keeps a queue for each, so bytes that nobody has read are counted over all of
-them. Beyond a bound the sockets are opened anew: those queues go, peers connect again, and find a gap in the numbers.
+Peers are not trusted to read. ZeroMQ keeps a queue for each, so unread bytes are counted over all of them. Beyond a
+bound the sockets are opened anew: those queues go, peers connect again, and find a gap in the numbers.
 """
 
 from __future__ import annotations
@@ -201,8 +201,8 @@ class Publisher:
         self._open(time.monotonic() + _REOPEN_S)
 
     def serve_replay(self) -> None:
-        """Answer those who ask for batches again: from the sequence number on that they name. A part of what they want,
-        so that events are told meanwhile. The rest follows with the next calls, as fast as they read."""
+        """Answer peers that ask for batches again: from the sequence number on that they name. Sends a part at a time,
+        so that events go out meanwhile. The rest follows with the next calls, as fast as they read."""
         for _ in range(_REPLAYS_MAX):
             if self._replay is None or not self._replay.poll(0):
                 break
@@ -248,7 +248,7 @@ class Publisher:
 
     @property
     def is_replaying(self) -> bool:
-        """Whether somebody is to get more than was sent."""
+        """Whether a peer waits for batches."""
         return bool(self._replays)
 
     def _answer(self, who: bytes, *parts: bytes | zmq.Frame) -> None:

@@ -1,4 +1,4 @@
-"""Batches that run beside their submitter: kvfs_queue_* of libkvfs (native/include/kvfs.h).
+"""Batches that run in parallel to their submitter: kvfs_queue_* of libkvfs (native/include/kvfs.h).
 
 A submission copies its keys and returns an id. Memory stays exported until its completion, and until devices have let
 go of it. Queue.fileno() is for poll, selectors, or an event loop's add_reader().
@@ -41,8 +41,8 @@ class _Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A batch that ended. results are those of the plain call, for each key: of a get bytes, or None for a miss. Of a
-    put, exists and delete: whether it was stored by this, is there, was there.
+    """A batch that ended. results are as of the plain call, for each key: of a get bytes, or None for a miss. Of a put,
+    exists and delete: whether it was stored by this, exists, existed.
 
     error: of the whole batch, or None; results then tell what was done before. A get whose destinations were too small
     has a SmallBufferError. failed: of a put, why which keys were not stored.
@@ -175,8 +175,8 @@ class Queue:
                 return self._enter(number, batch)
 
     def exists(self, keys: Iterable[Key]) -> int:
-        """Client.exists(). Its completion is there when this returns, if the block table can say; else behind what is
-        to be put."""
+        """Client.exists(). Its completion is queued when this returns, if the block table can say; otherwise behind the
+        puts."""
         return self._ask(_Kind.EXISTS, keys)
 
     def delete(self, keys: Iterable[Key]) -> int:

@@ -1,7 +1,7 @@
-"""Which of a namespace's changes are told to routers, and when: a router must never believe in blocks that are gone.
+"""Which of a namespace's changes go to routers, and when: a router must never believe in removed blocks.
 
-The teller remembers what routers were told. So after a gap or a reset it lists the blocks that are there. It takes
-back one by one those that are gone, and tells those that came. Some routers pass over the event that clears all.
+The teller remembers what routers received. So after a gap or a reset it lists the existing blocks. It takes back
+removed blocks one by one, and sends new ones. Some routers pass over the event that clears all.
 
 A block whose tokens are not known yet waits for them. Chunks of two prompts with the same beginning hold the same
 blocks of the engine: such a block is taken back with the last chunk.
@@ -42,7 +42,7 @@ _SAY_S = 10.0
 
 
 class Teller:
-    """The knowledge of routers. tokens: None if blocks are told by their hashes alone.
+    """The knowledge of routers. tokens: None if blocks are sent without their tokens.
 
     Methods give events to send, one by one: what routers know changes as they are taken."""
 
@@ -70,7 +70,7 @@ class Teller:
         return key in self._told
 
     def known(self) -> set[bytes]:
-        """Blocks that were told, or wait."""
+        """Blocks that were sent, or wait."""
         return {*self._told, *self._waiting}
 
     def stored(self, key: bytes) -> Iterator[Message]:
@@ -103,7 +103,7 @@ class Teller:
         yield self._schema.stored(key, chunk)
 
     def there(self, keys: Iterable[bytes], gone: set[bytes]) -> Iterator[Message]:
-        """These are there: tell those that came. gone: known blocks that were not found yet."""
+        """These exist: send the new ones. gone: known blocks that were not found yet."""
         for key in keys:
             if key in gone:
                 gone.discard(key)
@@ -215,7 +215,7 @@ class Telling:
                     self._tell_all()
 
     def turn(self, events: Events) -> bool:
-        """Tell what is there, or comes soon, then a part of all else. False: some changes are lost."""
+        """Send present events, or soon ones, then a part of all else. False: some changes are lost."""
         batch: list[Stored | Removed] = []
         whole = True
         event = events.next_event(self._poll_s())

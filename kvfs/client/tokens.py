@@ -115,9 +115,9 @@ class _Block:
 
 @dataclass(slots=True)
 class Counts:
-    """blocks and size: kept now. The others are since the start. events: those that told of blocks. senseless: batches
-    and events. different: blocks that were told again with other tokens. dropped: blocks, for want of memory. lost:
-    batches, for good. replays: those that were asked for. starts: of the engine."""
+    """blocks and size: kept now. The others are since the start. events: with blocks. senseless: batches and events.
+    different: blocks that were told again with other tokens. dropped: blocks, for want of memory. lost: batches, for
+    good. replays: those that were asked for. starts: of the engine."""
 
     blocks: int = 0
     size: int = 0
@@ -132,7 +132,7 @@ class Counts:
 
 
 class Tokens:
-    """Blocks that one engine told of, by hash and group. size_max: their bytes. count_max: how many."""
+    """Blocks that one engine sent, by hash and group. size_max: their bytes. count_max: how many."""
 
     def __init__(self, size_max: int, count_max: int) -> None:
         self._size_max, self._count_max = size_max, count_max
@@ -141,7 +141,7 @@ class Tokens:
         self.counts = Counts()
 
     def find(self, hash_: int, group: int | None) -> _Block | None:
-        """group: blocks that were told of without one are of any."""
+        """group: blocks that were sent without one are of any."""
         found = self._blocks.get(_id(hash_, group))
         return found if found is not None or group is None else self._blocks.get(_id(hash_, None))
 
@@ -367,8 +367,8 @@ class TokenFeed:
         self._context.destroy(linger=0)
 
     def turn(self) -> tuple[list[tuple[int, int | None]], bool]:
-        """Take a bounded part of what engines have told. Returns hashes and groups that were learned, and whether more
-        may wait."""
+        """Take a bounded part of the engines' events. Returns hashes and groups that were learned, and whether more may
+        wait."""
         new: list[tuple[int, int | None]] = []
         left = [TURN_MESSAGES, TURN_SIZE]
         for _ in self._engines:
@@ -379,7 +379,7 @@ class TokenFeed:
         return new, False
 
     def chunk(self, hash_: Hash, group: int | None) -> Chunk | int:
-        """The chunk that ends with this block. A hash: nothing can be told until its block is known."""
+        """The chunk that ends with this block. A hash: nothing can be sent until its block is known."""
         blocks: deque[_Block] = deque()
         at: Hash = hash_
         count, tokens = 1, 0
@@ -426,7 +426,7 @@ def _id(hash_: int, group: int | None) -> int:
 
 
 def connected(context: zmq.Context[Any], kind: int, endpoint: str) -> zmq.Socket[bytes]:
-    """A socket with bounds for what a peer sends. UsageError: an endpoint that cannot be had."""
+    """A socket with bounds for a peer's messages. UsageError: an endpoint that cannot be had."""
     socket: zmq.Socket[bytes] = context.socket(kind)
     socket.set_hwm(_HIGH_WATER)
     socket.setsockopt(zmq.MAXMSGSIZE, _MESSAGE_SIZE_MAX)

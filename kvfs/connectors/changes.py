@@ -15,9 +15,9 @@ _MANY = 512
 
 
 class Changes:
-    """Calls note(keys, everything) in a thread of its own. keys: they were stored or removed. everything: others may
-    have been, too, after a gap, a reset, or at the begin. It calls at least every WAIT_S, then with no keys. The block
-    table says which are there now."""
+    """Calls note(keys, everything) in its own thread. keys: they were stored or removed. everything: others may have
+    been, too, after a gap, a reset, or at the begin. It calls at least every WAIT_S, then with no keys. The block table
+    says which exist now."""
 
     def __init__(self, connection: Connection, note: Callable[[Sequence[bytes], bool], None]) -> None:
         self._connection, self._note = connection, note

@@ -2,7 +2,7 @@
 
 An engine asks for blocks in the loop that also feeds its GPU. So nothing here raises for a kvfs that is away: not
 mounted, its daemon gone, its version another. Reads are then misses and stores are dropped. One warning tells of each
-change of state, and a thread of its own connects again. A daemon that goes is noticed without a call (watch.py).
+change of state, and a separate thread connects again. A daemon that goes is noticed without a call (watch.py).
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class Options:
 def options_of(engine: str, given: Mapping[str, object], *, known: Iterable[str] = ()) -> Options:
     """The options of a configuration that engine was given; those in `known` are the engine's own.
 
-    Raises ValueError that names the option and what is possible. An option that nobody knows is warned of: engines pass
-    new ones with each version.
+    Raises ValueError that names the option and what is possible. An unknown option causes a warning: engines pass new
+    ones with each version.
     """
     mount, namespace = given.get("mount"), given.get("namespace", "")
     timeout_s, depth = given.get("timeout_s", 2.0), given.get("depth", 64)
@@ -139,7 +139,7 @@ def _component(part: str) -> str:
 class Counters:
     """Totals since the connector was made: keys, but for sizes (bytes) and times (seconds).
 
-    present: stores of what was there already. dropped: stores while kvfs was away. lost: changes to the state "away".
+    present: stores of existing blocks. dropped: stores while kvfs was away. lost: changes to the state "away".
     """
 
     lookups: int = 0
@@ -201,7 +201,7 @@ class _Batch:
 
 
 class Connection:
-    """kvfs as an engine's loop sees it: any thread may call anything, and no call raises but those of close().
+    """kvfs as an engine's loop sees it: any thread may call anything, and no call raises except close().
 
     engine: its name in messages. space: the whole namespace (namespace_of()). The first attempt to connect is made
     here, and takes at most options.timeout_s. All others are made by a thread, which lives while kvfs is not up. gpu:
@@ -248,7 +248,7 @@ class Connection:
 
     @property
     def client(self) -> Client | None:
-        """For what is not here; None while kvfs is away."""
+        """For an absent part; None while kvfs is away."""
         link = self._link
         return None if link is None or self.state is State.AWAY else link.client
 
@@ -259,7 +259,7 @@ class Connection:
         return found
 
     def exists_prefix(self, keys: Sequence[Key]) -> int:
-        """How many keys from the first on are there."""
+        """How many keys from the first on exist."""
         count = self._read(lambda client: client.exists_prefix(keys), 0)
         self.counters.lookups += min(count + 1, len(keys))
         self.counters.hits += count
@@ -285,7 +285,7 @@ class Connection:
     # ---- blocking: for engines that call from threads of their own ----
 
     def get_into(self, items: Sequence[tuple[Key, Pieces]]) -> list[int | None]:
-        """Bytes read for each, None for a miss. Returns when no device writes into the memory any more."""
+        """Bytes read for each, None for a miss. Returns when no device writes into the memory."""
 
         def get(client: Client) -> list[int | None]:
             try:
@@ -323,7 +323,7 @@ class Connection:
         if_absent: bool = True,
         parents: Sequence[Key | None] | None = None,
     ) -> list[bool]:
-        """Is each block there now? A block that is there already counts as stored."""
+        """Is each block there now? A block that exists already counts as stored."""
         sizes = [_size(memory) for _, memory in items]
         if self.state is not State.UP:
             self._ensure_keeper()
@@ -352,12 +352,12 @@ class Connection:
 
     @property
     def pending(self) -> int:
-        """Batches that drain() has not told of yet."""
+        """Batches that drain() has not reported yet."""
         return len(self._batches) + len(self._busy) + len(self._ready)
 
     def submit_get(self, items: Sequence[tuple[Key, Pieces]]) -> int:
-        """Start reading; never blocks. Returns a ticket, which drain() tells of exactly once, after all devices have
-        let go of the memory."""
+        """Start reading; never blocks. Returns a ticket, which drain() reports exactly once, after all devices have let
+        go of the memory."""
         return self._submit("get", [key for key, _ in items], items, lambda queue: queue.get(items))
 
     def submit_put(
@@ -399,7 +399,7 @@ class Connection:
             return done
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until every batch is over and its memory free; drain() tells of them afterwards. Whether they are."""
+        """Wait until every batch is over and its memory free; drain() reports them afterwards. Whether they are."""
         deadline = time.monotonic() + timeout_s
         while True:
             with self._lock:
@@ -419,8 +419,8 @@ class Connection:
             poll.poll(1000 * min(left_s, interval_s))
 
     def close(self, *, timeout_s: float = BUSY_TIMEOUT_S) -> None:
-        """Wait for what is under way, then disconnect. A second close() does nothing. Raises DeadlineError if memory is
-        still in use after timeout_s."""
+        """Wait for all calls under way, then disconnect. A second close() does nothing. Raises DeadlineError if memory
+        is still in use after timeout_s."""
         self._stop.set()
         keeper = self._keeper
         if keeper is not None and keeper is not threading.current_thread():
@@ -524,7 +524,7 @@ class Connection:
             self._started = True
 
     def look(self) -> bool:
-        """Of the watch: a daemon that is gone is heard of here, whether or not an engine calls."""
+        """Called by the watch: a dead daemon is noticed here, whether or not an engine calls."""
         if self.state is not State.UP or self._stop.is_set():
             return False  # the keeper is at work, and its success adds this again
         if self._is_connected():

@@ -1,7 +1,7 @@
 """Leases between an engine's look-up and its load: blocks that a look-up found are not evicted meanwhile.
 
-A look-up claims all that it found (client.claim()): one frame, and nobody waits for its answer. The claim ends when
-each of its blocks has been loaded, or with time. An engine that looks up and never loads costs no more than that time.
+A look-up claims all that it found (client.claim()): one frame, without a wait for its answer. The claim ends when each
+of its blocks has been loaded, or with time. An engine that looks up and never loads costs no more than that time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ def seconds_of(engine: str, given: object) -> float:
 
 
 class Leases:
-    """Those of one connection; any thread may call anything, and nothing raises or waits. seconds: 0 is none at all."""
+    """The leases of one connection; any thread may call anything, and nothing raises or waits. seconds: 0 is none at
+    all."""
 
     def __init__(self, connection: Connection, seconds: float) -> None:
         self.seconds = seconds

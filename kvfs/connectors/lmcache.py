@@ -1,7 +1,7 @@
 """LMCache (MP mode): a client for its L2 adapter `native_plugin`. docs/engines.md has the configuration.
 
 LMCache makes one of these from `adapter_params` and calls it by name. Its store loop and its prefetch loop submit, and
-a thread of its own polls event_fd() and drains. Nothing here imports LMCache. Interface: the module
+a separate thread polls event_fd() and drains. Nothing here imports LMCache. Interface: the module
 lmcache.v1.distributed.l2_adapters.native_connector_l2_adapter (versions.py).
 """
 
@@ -40,8 +40,8 @@ class KvfsClient:
     """LMCache's objects as blocks of one namespace. Any thread may call anything.
 
     mount, namespace, revision, timeout_s, depth: see common.Options; the namespace is "lmcache" if none is given.
-    lease_s: a look-up holds what it found for so many seconds, or until it is loaded; 0 is not at all. An object has
-    its size and nothing else to tell one layout from another, so give each layout (dtype, chunk size) a namespace.
+    lease_s: a look-up holds what it found for this number of seconds, or until it is loaded; 0 is not at all. An object
+    has its size and nothing else to tell one layout from another, so give each layout (dtype, chunk size) a namespace.
     """
 
     def __init__(self, mount: str, namespace: str = "lmcache", *, lease_s: float = LEASE_S, **options: object) -> None:
@@ -63,8 +63,8 @@ class KvfsClient:
         return self._connection.fileno()
 
     def submit_batch_set(self, keys: list[str], bufs: list[memoryview]) -> int:
-        """It goes well if every object is there afterwards. An object that is there is not written again, unless it
-        could not be loaded."""
+        """It goes well if every object exists afterwards. An existing object is not written again, unless it could not
+        be loaded."""
         names = list(map(key_of, keys))
         if_absent = not self._spoiled.any_of(names)
         with self._lock:
@@ -98,7 +98,7 @@ class KvfsClient:
         return answers
 
     def close(self) -> None:
-        """Waits until no device writes into a buffer any more. Raises DeadlineError if one still does then."""
+        """Waits until no device writes into a buffer. Raises DeadlineError if one still does then."""
         self._connection.close(timeout_s=CLOSE_TIMEOUT_S)
         self._exporter.update(self._connection.counters)
 

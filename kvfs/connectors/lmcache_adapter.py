@@ -1,9 +1,9 @@
-"""LMCache (MP mode): its L2 adapter over kvfs that tells of what kvfs removes. docs/routers.md has the configuration.
+"""LMCache (MP mode): its L2 adapter over kvfs that reports kvfs's removals. docs/routers.md has the configuration.
 
     {"type": "plugin", "module_path": "kvfs.connectors.lmcache_adapter", "class_name": "KvfsAdapter", ...}
 
 LMCache's adapter of native clients tells its server of stores and of LMCache's own deletions. This one adds what is
-evicted, deleted or lost in kvfs, whoever did it: the server's policies and the coordinator's directory hear of it.
+evicted, deleted or lost in kvfs, by any process: the server's policies and the coordinator's directory hear of it.
 Interface: lmcache.v1.distributed.l2_adapters.native_connector_l2_adapter (versions.py).
 """
 
@@ -33,7 +33,7 @@ _LOOKUPS = 4096
 
 
 class KvfsAdapter(NativeConnectorL2Adapter):  # type: ignore[misc]
-    """adapter_params: those of KvfsClient, and max_capacity_gb, as of LMCache's native_plugin."""
+    """adapter_params: as of KvfsClient, and max_capacity_gb, as of LMCache's native_plugin."""
 
     def __init__(self, params: dict[str, Any], l1_memory_desc: object = None) -> None:
         options = dict(params)

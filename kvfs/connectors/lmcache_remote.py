@@ -53,7 +53,7 @@ class KvfsAdapter(ConnectorAdapter):  # type: ignore[misc]
 
 class KvfsConnector(RemoteConnector):  # type: ignore[misc]
     """Chunks of one rank. No call raises for kvfs: a chunk that cannot be had is a miss, one that cannot be stored is
-    dropped. LMCache gives back the memory of what was put; what get() returns is the caller's."""
+    dropped. LMCache gives back the memory of a stored chunk; what get() returns is the caller's."""
 
     def __init__(
         self, loop: Any, local_cpu_backend: Any, config: Any, metadata: Any, options: Mapping[str, object]
@@ -89,7 +89,7 @@ class KvfsConnector(RemoteConnector):  # type: ignore[misc]
         return True
 
     def batched_contains(self, keys: list[Any]) -> int:
-        """How many chunks from the first on are there. They are leased until they are loaded, for a while."""
+        """How many chunks from the first on exist. They are leased until they are loaded, for a while."""
         names = _names(keys)
         count = self._connection.exists_prefix(names)
         self._leases.take(names[:count])
@@ -192,7 +192,7 @@ class KvfsConnector(RemoteConnector):  # type: ignore[misc]
         return True
 
     async def batched_put(self, keys: list[Any], memory_objs: list[Any]) -> None:
-        """A chunk that is there is not written again, unless it could not be loaded."""
+        """An existing chunk is not written again, unless it could not be loaded."""
         names = _names(keys)
         items = [
             (name, [cast("Memory", chunk.byte_array), cast("Memory", _metadata(chunk))])

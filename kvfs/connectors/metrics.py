@@ -1,4 +1,4 @@
-"""A connector's counters in the Prometheus registry of the engine's own process, if prometheus_client is there.
+"""A connector's counters in the Prometheus registry of the engine's own process, if prometheus_client is installed.
 
 kvfs_connector_<counter>_total{engine, namespace}: the fields of common.Counters. Plain prometheus counters, which the
 engine's multi-process mode knows too.

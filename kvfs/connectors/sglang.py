@@ -64,7 +64,7 @@ class HiCacheKvfs(HiCacheStorage):  # type: ignore[misc]
 
     config: HiCacheStorageConfig. Its extra_config has mount, namespace, revision, timeout_s and depth, as in
     common.Options. The namespace is "sglang" if none is given, the revision SGLang's own. lease_s: a look-up holds what
-    it found for so many seconds, or until it is loaded; 0 is not at all.
+    it found for this number of seconds, or until it is loaded; 0 is not at all.
 
     Blocks lie in NAMESPACE/MODEL/LAYOUT, and LAYOUT names all that shapes their bytes. A rank of data parallelism is no
     part of it: the same tokens have the same KV there.
@@ -135,7 +135,7 @@ class HiCacheKvfs(HiCacheStorage):  # type: ignore[misc]
     # ---- look-ups ----
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
-        """How many pages from the first on are there."""
+        """How many pages from the first on exist."""
         kv = self._pools[PoolName.KV]
         if not kv.pool.blocks:
             return len(keys)
@@ -146,7 +146,7 @@ class HiCacheKvfs(HiCacheStorage):  # type: ignore[misc]
 
     def batch_exists_v2(self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
         """The same, as far as every pool has what a prefix of that length needs: restorable_prefix_pages are all such
-        lengths. Of pools whose policy is BLOCK_GROUPS only the reach is told."""
+        lengths. Of pools whose policy is BLOCK_GROUPS only the reach is returned."""
         pages = self.batch_exists(keys, extra_info)
         hits: dict[str, int] = {PoolName.KV: pages} if pages else {}
         restorable = list(range(1, pages + 1))
@@ -193,7 +193,7 @@ class HiCacheKvfs(HiCacheStorage):  # type: ignore[misc]
         return self._load(PoolName.KV, keys, host_indices)
 
     def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
-        """True for a page that is there already: it is not written again, unless it could not be loaded."""
+        """True for a page that exists already: it is not written again, unless it could not be loaded."""
         return self._store(PoolName.KV, keys, host_indices, extra_info)
 
     def batch_get_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
@@ -315,7 +315,7 @@ class HiCacheKvfs(HiCacheStorage):  # type: ignore[misc]
     # ---- life ----
 
     def clear(self) -> bool:
-        """Delete all pages of this model and layout, those of all ranks. Whether that could be done."""
+        """Delete all pages of this model and layout, of all ranks. Whether that could be done."""
         client = self._connection.client
         try:
             if client is None:

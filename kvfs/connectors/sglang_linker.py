@@ -6,7 +6,7 @@ buffer on the host, pinned where the device is a GPU. Interface: sglang.srt.mem_
 (versions.py). docs/engines.md has the configuration, and the models for which SGLang has a linker at all.
 
 A load that fails aborts its requests: nothing is computed in its place. So what a look-up has found is leased until it
-is loaded. A block that could not be loaded is found no more until it is stored again.
+is loaded. A block that could not be loaded is not found until it is stored again.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ class KvfsLinker(UnifiedCacheLinker):  # type: ignore[misc]
         return sorted(possible)
 
     def load(self, rid: str, transfers: list[Any]) -> bool:
-        """The answer depends on the transfers alone, as it has to be the same on all ranks."""
+        """The answer depends on the transfers alone: it must be the same on all ranks."""
         expanded = self._group.resolve_transfers(transfers, allow_partial=True, allow_missing_kv=True)
         if not expanded:
             return False

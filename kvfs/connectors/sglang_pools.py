@@ -1,7 +1,7 @@
 """SGLang's host pools as memory of blocks: one block a page, in pieces where the pool has them apart.
 
 A pool is asked for the addresses of its pages (get_page_buffer_meta). A pool that has no such addresses in its layout
-gives and takes copies of whole pages. An anchor without memory of its own has no blocks.
+gives and takes copies of whole pages. An anchor without its own memory has no blocks.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _SHAPE = ("storage_format_tag", "layer_num", "start_layer", "end_layer", "head_d
 
 
 class Pool(Protocol):
-    """indices: those of whole pages, as SGLang hands them over, page_size for each.
+    """indices: of whole pages, as SGLang hands them over, page_size for each.
 
-    geometry: what tells its blocks from those of another layout. blocks: of each page, 0 for an anchor without memory.
+    geometry: what tells its blocks from another layout's. blocks: of each page, 0 for an anchor without memory.
     """
 
     geometry: str
@@ -83,7 +83,7 @@ class PagedPool:
 
 
 class CopiedPool:
-    """Pages that SGLang copies: into a tensor of their own, and out of one."""
+    """Pages that SGLang copies: into a separate tensor, and out of one."""
 
     def __init__(self, host: Any) -> None:
         self.page_size, self.blocks = int(host.page_size), 1

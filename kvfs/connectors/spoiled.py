@@ -1,7 +1,7 @@
 """Keys whose block an engine could not load: the next store of each replaces the block.
 
-Engines store what is absent, and a block that is there counts as stored. A block that never loads, damaged or of
-another size, would then stay. Every prompt that begins with it would be computed anew.
+Engines store what is absent, and an existing block counts as stored. A block that never loads, damaged or of another
+size, would then stay. Every prompt that begins with it would be computed anew.
 """
 
 from __future__ import annotations

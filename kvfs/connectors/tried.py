@@ -1,6 +1,6 @@
 """Versions of each engine that kvfs passed with. `tools/engine-matrix --write` writes this file.
 
-One line an engine: native/shims/nixl/Makefile takes NIXL's out of here.
+One line for each engine: native/shims/nixl/Makefile takes NIXL's out of here.
 """
 
 DATE = "2026-11-29"

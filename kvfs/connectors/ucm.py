@@ -6,12 +6,12 @@
         ucm_connector_config: {mount: /mnt/kv, namespace: ucm}
 
 UCM hashes the tokens of a block, the model, the layout and the rank into the block's id, and asks by it. A block has
-one shard, or one for each layer; a shard is a block of kvfs. A block of several shards has a mark besides, which is
-stored when all of its shards are. So a look-up asks for one key a block. A load that fails raises, and UCM computes
-those blocks again. Interface: ucm.store.ucmstore_v1 (versions.py); docs/engines.md has the configuration.
+one shard, or one for each layer; a shard is a block of kvfs. A block of several shards has a mark, too, which is stored
+when all of its shards are. So a look-up asks for one key a block. A load that fails raises, and UCM computes those
+blocks again. Interface: ucm.store.ucmstore_v1 (versions.py); docs/engines.md has the configuration.
 
-Memory is told as addresses. Those of a GPU go the way of libkvfs, through pinned memory of the host. No test has
-tried that.
+Memory comes as addresses. Addresses of a GPU go through libkvfs, through pinned memory of the host. No test has tried
+that.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class KvfsStore(UcmKVStoreBaseV1):  # type: ignore[misc]
         self._lock = threading.Lock()
 
     def close(self) -> None:
-        """Wait for what is under way, and disconnect. UCM has no call for it, and calls nothing."""
+        """Wait for all calls under way, and disconnect. UCM has no call for it, and calls nothing."""
         self._loading.shutdown()
         self._storing.shutdown()
         self.connection.close()
@@ -102,11 +102,11 @@ class KvfsStore(UcmKVStoreBaseV1):  # type: ignore[misc]
         return self.connection.exists([_block_key(block) for block in block_ids])
 
     def lookup_on_prefix(self, block_ids: Sequence[bytes]) -> int:
-        """The last of the blocks from the first on that are there without a gap; -1: not even the first."""
+        """The last of the blocks from the first on that exist without a gap; -1: not even the first."""
         return self.connection.exists_prefix([_block_key(block) for block in block_ids]) - 1
 
     def lookup_on_reverse(self, block_ids: Sequence[bytes]) -> int:
-        """The last block that is there; -1: none is."""
+        """The last existing block; -1: none is."""
         return max((i for i, there in enumerate(self.lookup(block_ids)) if there), default=-1)
 
     def prefetch(self, block_ids: Sequence[bytes]) -> None:
@@ -126,7 +126,7 @@ class KvfsStore(UcmKVStoreBaseV1):  # type: ignore[misc]
         return self._dump(block_ids, shard_index, [list(row) for row in src_tensor], 0)
 
     def load_data(self, block_ids: Sequence[bytes], shard_index: Sequence[int], dst_addr: Any) -> Transfer:
-        """dst_addr: a row for each block, with an address for each of tensor_size_list; 0: nothing is there."""
+        """dst_addr: a row for each block, with an address for each of tensor_size_list; 0: none exists."""
         return self._load(block_ids, shard_index, self._rows(dst_addr))
 
     def dump_data(

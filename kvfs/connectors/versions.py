@@ -90,7 +90,7 @@ def tried(interface: str) -> tuple[str, ...]:
 
 
 def installed(interface: str) -> str | None:
-    """The version of the engine here, without what a build adds to it (`+cpu`); None: it is not installed."""
+    """The version of the engine here, without a build's suffix (`+cpu`); None: it is not installed."""
     engine = interface.split()[0]
     for package in _PACKAGES.get(engine, (engine,)):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -99,7 +99,7 @@ def installed(interface: str) -> str | None:
 
 
 def probe(interface: str) -> list[str]:
-    """Those of NEEDS that the installed engine lacks, each with its module; none: the connector can be tried."""
+    """The items of NEEDS that the installed engine lacks, each with its module; none: the connector can be tried."""
     lacking: list[str] = []
     for module, names in NEEDS[interface].items():
         try:

@@ -137,7 +137,7 @@ def _alone(method: Callable[..., Result]) -> Callable[..., Result]:
 
 
 class KvfsTier(SecondaryTierManager):  # type: ignore[misc]
-    """Options: those of docs/engines.md, of which vLLM itself has locality and enable_kv_events.
+    """Options: as in docs/engines.md, of which vLLM itself has locality and enable_kv_events.
 
     Any thread may call anything. Raises ValueError for an option that cannot be; kvfs itself may be away.
     """
@@ -265,7 +265,7 @@ class KvfsTier(SecondaryTierManager):  # type: ignore[misc]
 
     @_alone
     def submit_store(self, job_metadata: Any) -> None:
-        """A block that is there is not written again, unless a load of it failed: that one is replaced."""
+        """An existing block is not written again, unless a load of it failed: that one is replaced."""
         chain = self._chain(job_metadata.req_context)
         items = list(zip(job_metadata.keys, self._chunks(job_metadata), strict=True))
         whole = [item for item in items if item[0] not in self._spoiled]

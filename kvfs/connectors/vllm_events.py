@@ -1,6 +1,6 @@
-"""The blocks that vLLM's tier tells its publisher of: those that it stored or loaded, and those of them that are gone.
+"""The blocks that vLLM's tier sends to its publisher: stored or loaded ones, and later their removal.
 
-Keys that something happened to are looked up again. After a gap all keys that were told are, some in each step.
+Keys that something happened to are looked up again. After a gap all sent keys are, some in each step.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class TierEvents:
         self._changes = Changes(connection, self._note)
 
     def stored(self, keys: Iterable[bytes]) -> None:
-        """Each is told once until its removal: there are routers that count."""
+        """Each is sent once until its removal: some routers count."""
         if not self._clearing:
             self._new += [key for key in keys if key not in self._told]
             self._told.update(self._new)
 
     def loaded(self, request: str, keys: Iterable[bytes]) -> None:
-        """They are told once the request is scheduled: before that vLLM may not have their tokens."""
+        """They are sent once the request is scheduled: before that vLLM may not have their tokens."""
         self._loaded.setdefault(request, []).extend(keys)
         if len(self._loaded) > _REQUESTS:
             del self._loaded[next(iter(self._loaded))]
@@ -50,7 +50,7 @@ class TierEvents:
                 self.stored(self._loaded.pop(request, ()))
 
     def cleared(self) -> None:
-        """vLLM empties its own tiers, and tells routers that all is gone, these too. They are told again when they are
+        """vLLM empties its own tiers, and tells routers that all is gone, these too. They are sent again when they are
         loaded. A store that ends before the next step is not told: vLLM has forgotten its tokens."""
         self._new.clear()
         self._loaded.clear()

@@ -1,7 +1,7 @@
 """Hints that a request brings to vLLM, and what comes of them. Nothing here needs vLLM (docs/engines.md).
 
 A request has them in `kv_hints`, an envelope of actions, or in its `kv_transfer_params` under "kvfs". They are advice,
-from whoever sends requests: each is checked and bounded, and no mistake in one is an error of the request.
+from senders of requests: each is checked and bounded, and no mistake in one is an error of the request.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Plan:
         self.ended = False
 
     def split(self, keys: Iterable[bytes]) -> tuple[dict[float, list[bytes]], list[bytes]]:
-        """Keys to keep, by seconds, and those that are needed no more."""
+        """Keys to keep, by seconds, and keys that are no longer needed."""
         kept: dict[float, list[bytes]] = {}
         done = []
         for key in keys:
@@ -192,7 +192,7 @@ class HintCounters:
     hints_refused: int = 0
 
     def since(self, before: HintCounters) -> dict[str, int]:
-        """Those that changed."""
+        """The ones that changed."""
         changes = {each.name: getattr(self, each.name) - getattr(before, each.name) for each in fields(self)}
         return {name: change for name, change in changes.items() if change}
 
@@ -212,10 +212,10 @@ class _Task:
 
 
 class Hints:
-    """Those of one tier. The tier calls with its lock; a thread asks the daemon, so that no step of vLLM's waits.
+    """The hints of one tier. The tier calls with its lock; a thread asks the daemon, so that no step of vLLM's waits.
 
-    Kept is what a request's jobs bring as soon as they are over, and all of its blocks from its end on. Needed no more
-    they are from its end on: before that the request itself uses them.
+    Kept is what a request's jobs bring as soon as they are over, and all of its blocks from its end on. They are no
+    longer needed from its end on: before that the request itself uses them.
     """
 
     def __init__(self, connection: Connection, logger: logging.Logger, *, obeyed: bool = True) -> None:

@@ -1,7 +1,7 @@
-"""Looks whether the daemons of this process's connections are there: one thread for all of them, twice a second.
+"""Looks whether the daemons of this process's connections are alive: one thread for all of them, twice a second.
 
-A look costs some microseconds, as libkvfs has heard of the end already. Without it a connection that nobody uses would
-count as up until its next call, and an engine would learn of an unmount by a miss.
+A look costs some microseconds, as libkvfs has heard of the end already. Without it an unused connection would count as
+up until its next call, and an engine would learn of an unmount by a miss.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _thread: threading.Thread | None = None
 
 
 def add(one: Watched) -> None:
-    """It is looked at until it says no, or nobody else knows it. Where no thread is to be had, a later add() tries."""
+    """It is looked at until it says no, or its owner is gone. Where no thread can start, a later add() tries."""
     global _thread
     with _lock:
         _watched.add(one)

@@ -123,7 +123,7 @@ def target_parent(kubelet: str, target: str) -> tuple[int, str]:
 
 
 def open_target(parent: int, name: str, target: str) -> int:
-    """An O_PATH descriptor of what lies at the target: the topmost mount there, or the directory."""
+    """An O_PATH descriptor of the target: the topmost mount there, or the directory."""
     found = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
     # A link, unlike a mount that is dead, is on the parent's mount: only then may its type be asked.
     if mount_of(found).number == mount_of(parent).number:

@@ -1,6 +1,6 @@
 """The messages of CSI's Identity and Node services that are used here, and their protobuf encoding.
 
-Fields and numbers are those of csi.proto v1.12 (container-storage-interface/spec). Fields that are not named here are
+Fields and numbers are as in csi.proto v1.12 (container-storage-interface/spec). Fields that are not named here are
 skipped, as protobuf asks. Five requests of strings, maps and one nesting need neither a generator nor its runtime.
 """
 

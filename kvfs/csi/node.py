@@ -1,7 +1,7 @@
 """Identity and Node of CSI: requests are checked here, and carried out by a worker. Nothing is kept between requests:
 the kernel's mounts are the state.
 
-Codes are those of the specification's tables. A missing or wrong field is INVALID_ARGUMENT, a path that is not there
+Codes are as in the specification's tables. A missing or wrong field is INVALID_ARGUMENT, a path that is not there
 NOT_FOUND. A target at work is ABORTED, and one that is published otherwise ALREADY_EXISTS.
 """
 

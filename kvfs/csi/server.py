@@ -91,7 +91,7 @@ def handlers(services: Services, grpc: Any) -> list[Any]:
 
 
 def clear_socket(path: Path) -> None:
-    """Remove the socket of a plugin that ended. OSError: something else is there, somebody listens, or there is no
+    """Remove the socket of a plugin that ended. OSError: something else lies there, a process listens, or it has no
     directory for it."""
     if not path.parent.is_dir():
         raise NotADirectoryError(f"{path.parent} is no directory")

@@ -2,8 +2,8 @@
 one module that builds objects.
 
 The order matters. Up: limits, store (first its lock, labels and epoch), session, control socket, exports. The mount
-comes last, so that whoever sees it gets answers. Down: exports and mount first, then the session, then the store, which
-seals dirty files and marks the pool clean.
+comes last, so that its users get answers. Down: exports and mount first, then the session, then the store, which seals
+dirty files and marks the pool clean.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Changes of a pool's devices: by its daemon, or here where nobody uses the pool."""
+"""Changes of a pool's devices: by its daemon, or here for an unused pool."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Drained = Callable[[int, int], None]
 def change_device(
     pool: Path, action: str, arguments: Mapping[str, object], drained: Drained | None = None
 ) -> Mapping[str, object]:
-    """Remove or replace a device of a pool that nobody uses, as its daemon would. Raises KvfsError."""
+    """Remove or replace a device of an unused pool, as its daemon would. Raises KvfsError."""
 
     async def change() -> Mapping[str, object]:
         async with Store.open(pool, own_options(pool, StoreOptions())) as store:

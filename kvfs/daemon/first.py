@@ -1,7 +1,7 @@
 """The first process of a container: it passes signals on to the daemon, reaps orphans, and ends as the daemon did.
 
 With the first process the kernel kills all others of its pid namespace. So it is not the daemon itself. It outlives the
-daemon for a moment, in which a `kvfs umount` that runs beside it (a preStop hook) ends with its own status.
+daemon for a moment, in which a `kvfs umount` that runs in its container (a preStop hook) ends with its own status.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ log = logging.getLogger(__package__)
 
 
 class Hearing:
-    """`stop` is called when the daemon is told to end, `reload` at SIGHUP."""
+    """`stop` is called when the daemon is asked to end, `reload` at SIGHUP."""
 
     def __init__(self, stop: Callable[[], None], reload: Callable[[], None]) -> None:
         self._stop, self._reload = stop, reload
@@ -29,8 +29,8 @@ class Hearing:
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
-        """No signal but those that ask for an end ends the daemon from here on. After begin() these do not end it at
-        once either, until the store is closed: none of what is under way breaks off."""
+        """No signal except a request to end ends the daemon from here on. After begin() these do not end it at once
+        either, until the store is closed: no call under way breaks off."""
         async with AsyncExitStack() as self._stack:
             caught = self._stack.enter_context(trio.open_signal_receiver(signals.HANGUP, *signals.IGNORED))
             async with trio.open_nursery() as self._nursery:

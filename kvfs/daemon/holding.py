@@ -1,5 +1,5 @@
 """The daemon's part with a holder (kvfs/hold): it hands over its mount's descriptors, and the journal of names, and
-takes those of an earlier daemon."""
+takes an earlier daemon's."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _FUSE_SETTINGS = Path("/proc/sys/fs/fuse")
 
 
 class Holding:
-    """A mount that the holder keeps for the daemon after this one. `alive`: the holder is there."""
+    """A mount that the holder keeps for the daemon after this one. `alive`: the holder is alive."""
 
     def __init__(self, mountpoint: str, claimed: Claim) -> None:
         """KvfsError: this build does not know what was left. Nothing was changed then."""
@@ -119,8 +119,8 @@ class Holding:
         log.info("%s: kept by the holder, %s, at %s", self.mountpoint, process(self.pid, "pid"), self._claim.path)
 
     async def settle(self, names: Names) -> None:
-        """Let go of the requests of earlier daemons, once none can come again. Else the journal keeps all since then.
-        Each next daemon would read more of it, until there is no room."""
+        """Let go of the requests of earlier daemons, once none can come again. If not, the journal keeps all since
+        then. Each next daemon would read more of it, until there is no room."""
         for _ in range(SETTLE_TURNS):
             await trio.sleep(1.0)
         names.journal_settled()
@@ -136,7 +136,7 @@ class Holding:
         )  # fmt: skip
 
     def drop(self) -> None:
-        """The mount ends with this daemon: also where somebody keeps it who would wait for the next one."""
+        """The mount ends with this daemon: also where a holder keeps it and would wait for the next one."""
         if self.alive:
             with suppress(HoldError):  # an older holder knows no such word
                 self._claim.drop()
@@ -155,8 +155,8 @@ def _setting(name: str) -> int:
 
 
 def hold(options: MountOptions) -> Holding | None:
-    """Claim the mount at the options' holder, if they name one. KvfsError: nobody keeps it there, another daemon serves
-    it, or what was left is of another mount."""
+    """Claim the mount at the options' holder, if they name one. KvfsError: no holder keeps it there, another daemon
+    serves it, or what was left is of another mount."""
     if options.hold is None or options.mountpoint is None:
         return None
     pool, mountpoint = mounting.resolve(options.pool), mounting.resolve(options.mountpoint)

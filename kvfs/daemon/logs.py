@@ -1,8 +1,8 @@
 """The log's lines as text, as JSON and for the journal. Repeated messages of one kind, which a guest, a client or a
 device can cause, are left out.
 
-A kind is the place in the code that a message comes from. Each kind may log so many messages in an interval; those
-beyond are counted. The count is told at the first message after the interval, or when the log ends.
+A kind is the place in the code that a message comes from. Each kind may log a number of messages in an interval; those
+beyond are counted. The count is logged at the first message after the interval, or when the log ends.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Journal(logging.Formatter):
 
 
 def form(log_format: str, *, journal: bool = False) -> logging.Formatter:
-    """A formatter of lines: "text" or "json". The journal has time and level of its own."""
+    """A formatter of lines: "text" or "json". The journal has its own time and level."""
     text = Escaping("%(name)s: %(message)s" if journal else "%(asctime)s %(levelname)s %(name)s: %(message)s")
     chosen = JsonLines() if log_format == "json" else text
     return Journal(chosen) if journal else chosen

@@ -80,7 +80,7 @@ def own_limit_ms(request_timeout_s: int | None, limit_ms: int) -> int:
 
 
 def check_hold(options: MountOptions) -> None:
-    """UsageError for what a mount that outlives its daemon cannot have."""
+    """UsageError for options that a mount that outlives its daemon cannot have."""
     if options.hold is None:
         return
     if options.request_timeout_s is not None:

@@ -32,7 +32,7 @@ class Reporter:
 
     @property
     def done(self) -> bool:
-        """Nobody waits any more: messages belong into the log."""
+        """The waiting command is gone: messages belong into the log."""
         return self._fd is None
 
     def _send(self, message: Mapping[str, object]) -> None:

@@ -8,8 +8,8 @@ that socket: a new connection, made here. The taken one is never read from, nor 
 Only where the operator has named a directory (`--native-in`), that directory and those below it answer. Any user
 who asks there is served, as a native client alone. Such a connection has no command of the control socket.
 
-A descriptor that is taken may be of any file. Its close may wait as long as its maker likes. So a thread does
-it, and one that waits keeps one of the few places of its directory, and none of another's.
+A descriptor that is taken may be of any file. Its close may wait without a bound. So a thread does it, and one that
+waits keeps one of the few places of its directory, and none of another's.
 """
 
 from __future__ import annotations
@@ -88,12 +88,12 @@ class Asked:
         self._nursery: trio.Nursery | None = None
 
     async def run(self) -> None:
-        """Serve those who were connected, until cancelled."""
+        """Serve connected clients, until cancelled."""
         async with trio.open_nursery() as self._nursery:
             await trio.sleep_forever()
 
     async def connect(self, inode: int, name: bytes, asker: Asker) -> bytes:
-        """The attribute's value, once the asker has its connection. NoAttributeError: none is to be had here.
+        """The attribute's value, once the asker has its connection. NoAttributeError: none is available here.
         RefusedError: why it cannot be."""
         places = self._place_of(InodeNumber(inode))
         number = name.removeprefix(ATTRIBUTE)

@@ -120,12 +120,13 @@ class ControlClient:
         return cast(object, document.get("result"))
 
     def peer_pid(self) -> int:
-        """Of who listens (SO_PEERCRED, unix(7)); 0 if it is none of our pid namespace. The pid file may be an earlier
+        """Of the listener (SO_PEERCRED, unix(7)); 0 if it is none of our pid namespace. The pid file may be an earlier
         daemon's, and has the number that the daemon has in its own namespace."""
         return cast(int, struct.unpack("3i", self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
 
     def peer_descriptor(self) -> int | None:
-        """A pidfd of who listens, whatever its pid namespace; it is the caller's. An old kernel may have none: None."""
+        """A pidfd of the listener, whatever its pid namespace; it is the caller's. An old kernel may have none:
+        None."""
         try:
             return cast(int, struct.unpack("i", self._socket.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4))[0])
         except OSError:

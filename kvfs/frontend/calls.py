@@ -30,7 +30,7 @@ class Calls:
     """Handlers over one namespace, all in the one trio thread."""
 
     def __init__(self, namespace: Namespace, plane: Plane, removals: NextNames | None = None) -> None:
-        """removals: is told of names that are removed."""
+        """removals: gets removed names."""
         self._namespace, self._plane, self._removals = namespace, plane, removals
         self._handlers: dict[int, Callable[[Call], None]] = {
             _CREATE: self._create, _UNLINK: self._unlink, _RENAME: self._rename, FUSE_FLUSH: self._flush,

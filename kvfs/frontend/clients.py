@@ -93,7 +93,7 @@ class _Handing:
 
 
 class Clients:
-    """All native clients of a mounted pool. feed_size: bytes of the feed of changes, once somebody subscribes.
+    """All native clients of a mounted pool. feed_size: bytes of the feed of changes, after the first subscription.
     others: the other nodes of a pod. read_only: no client may write. outlived: a next daemon goes on with the mount."""
 
     def __init__(
@@ -151,7 +151,7 @@ class Clients:
         await connection.run()
 
     async def close(self, *, stays: bool = False) -> None:
-        """Hang up, and serve no new client. All are told that it is the end, unless the mount stays for a daemon."""
+        """Hang up, and serve no new client. All get the end, unless the mount stays for a daemon."""
         self._ending = True
         if stays:
             return self.hang_up()
@@ -160,7 +160,7 @@ class Clients:
                 nursery.start_soon(connection.close)
 
     def hang_up(self) -> None:
-        """The devices have changed: clients that connect again are told the new ones."""
+        """The devices have changed: clients that connect again get the new ones."""
         self._layout = None
         for connection in list(self._connections):
             connection.hang_up()

@@ -3,7 +3,7 @@
 
 A request is one line: {"command": NAME, ...arguments}. The answer is any number of {"progress": ...} lines, then {"ok":
 true, "result": ...} or {"ok": false, "error": TEXT}. A connection carries any number of requests, one after the other.
-Only root and the daemon's own user are heard. Knows nothing of what the commands do.
+Only root and the daemon's own user are heard. Knows nothing of the commands' work.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ NativeServer = Callable[[trio.SocketStream, bytes, Peer], Awaitable[None]]
 
 
 class ControlServer:
-    """Listens from construction on, so that whoever sees the mount can ask; answers while run() runs."""
+    """Listens from construction on, so that every user of the mount can ask; answers while run() runs."""
 
     def __init__(self, pool: Path, commands: Mapping[str, Command], native: NativeServer | None = None) -> None:
         self._path = pool / SOCKET_NAME

@@ -26,7 +26,7 @@ _TOUCH, _LAST = 2, 3
 
 
 class Kept(NamedTuple):
-    """An owner's answer about a lease: which keys it keeps, as they were asked for; and how to end that."""
+    """An owner's answer about a lease: which keys it keeps, in the asked order; and how to end that."""
 
     slot: int
     held: Sequence[bool]

@@ -356,7 +356,7 @@ class Session:
     """The pyfuse3 session on the mux's socket. A process has only one: pyfuse3 keeps it in globals."""
 
     def __init__(self, namespace: Namespace, fd: int, asked: Asked | None = None) -> None:
-        """Take over `fd`, from Plane.session_open(). asked: those who ask through the mount for a connection."""
+        """Take over `fd`, from Plane.session_open(). asked: users who ask through the mount for a connection."""
         self._ending = False
         _library()
         pyfuse3.init(Operations(namespace, asked), f"/dev/fd/{fd}", {"fsname=kvfs"})

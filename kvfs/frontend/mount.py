@@ -163,7 +163,7 @@ def mounts_of(pool: str | Path) -> list[Mount]:
 
 
 def call_with_deadline(function: Callable[[], None], timeout_s: float, what: str) -> None:
-    """Run a call that may hang in the kernel in a thread of its own. Raises DeadlineError when it does; the thread is
+    """Run a call that may hang in the kernel in a separate thread. Raises DeadlineError when it does; the thread is
     then left behind."""
     failure: list[BaseException] = []
 

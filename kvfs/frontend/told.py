@@ -1,7 +1,7 @@
-"""Reads that native clients tell of, as far as they can be: nobody saw them.
+"""Reads that native clients report, as far as they are possible: the daemon did not see them.
 
-Uses order eviction, and totals go into the status. So both are bounded by what the devices could have given in that
-time. Devices are not measured: the bounds are those of a fast one.
+Uses order eviction, and totals go into the status. So both are bounded by the devices' rate in that time. Devices are
+not measured: the bounds fit a fast one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TOTALS = len(REPORTED) - 1
 
 
 class Credit:
-    """So much may be told now: what comes at a rate, of TOGETHER_S at most."""
+    """The amount that may be reported now: it comes at a rate, of TOGETHER_S at most."""
 
     def __init__(self, rate: int) -> None:
         self._rate = rate
@@ -62,7 +62,8 @@ class Report:
         self._before: Sequence[int] | None = None
 
     def take(self, told: Sequence[int], user: Told, now_s: float) -> None:
-        """Its totals and `busy`, as it tells them. More than can be counts later or never. A total that falls stays."""
+        """Its totals and `busy`, as it reports them. More than can be counts later or never. A total that falls
+        stays."""
         if self._before is None:
             # Totals of a client that was connected before were reported on its earlier connection.
             self._before = (0,) * TOTALS if not told[_RECONNECTS] else told[:TOTALS]

@@ -120,7 +120,7 @@ class User:
         return self._spent_s + perf_counter() - self._begun_s >= TURN_S
 
     def renew(self) -> bool:
-        """All others have had a turn. Returns whether somebody has waited for it."""
+        """All others have had a turn. Returns whether a call has waited for it."""
         self._spent_s = 0.0
         return self._pass_on()
 
@@ -133,7 +133,7 @@ class User:
     # ---- memory ----
 
     async def keep(self, connection: Connection, size: int) -> None:
-        """Return when so many bytes of this connection's are counted. give() takes them back."""
+        """Return when this many bytes of this connection's are counted. give() takes them back."""
         while not self.keep_nowait(connection, size):
             own = not connection.room.has(size)
             with trio.move_on_after(UNREAD_S) as patience:
@@ -150,7 +150,7 @@ class User:
         return True
 
     def change(self, connection: Connection, size: int) -> None:
-        """So many bytes more are kept, or less: it is known now."""
+        """Keep more bytes, or fewer: it is known now."""
         for room in (connection.room, self.room):
             if size > 0:
                 room.take(size)

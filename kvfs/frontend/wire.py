@@ -101,7 +101,7 @@ def said_what_it_is(begun: bytes) -> bool:
 
 async def receive(sock: trio.socket.SocketType, size: int) -> bytes:
     """Some bytes; none at the end. Raises Violation if a descriptor came with them. The descriptor stays open there: a
-    close may block (a TCP socket lingers as long as its maker likes)."""
+    close may block (a TCP socket lingers without a bound)."""
     data, _, flags, _ = await sock.recvmsg(size, 0, socket.MSG_PEEK)
     if flags & socket.MSG_CTRUNC:
         raise Violation("sent a descriptor")

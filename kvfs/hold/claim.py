@@ -65,7 +65,7 @@ class Claim(ABC):
 
     @abstractmethod
     def fileno(self) -> int:
-        """Readable once the holder has ended, or keeps nothing any more."""
+        """Readable once the holder has ended, or keeps nothing."""
 
     @abstractmethod
     def put(self, state: bytes, fuse: Sequence[int], memories: Mapping[str, int]) -> None:
@@ -74,7 +74,7 @@ class Claim(ABC):
 
     @abstractmethod
     def drop(self) -> None:
-        """The mount has ended: the holder keeps nothing of it any more. HoldError."""
+        """The mount has ended: the holder keeps nothing of it. HoldError."""
 
     def close(self) -> None:
         if self.left is not None:
@@ -106,7 +106,7 @@ class SocketClaim(Claim):
 
 
 def connect(path: Path) -> socket.socket:
-    """A connection to the holder. HoldError: nobody listens there, or somebody who may not have this user's mounts."""
+    """A connection to the holder. HoldError: no holder listens there, or one that may not have this user's mounts."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     try:
         sock = socket.socket(fileno=above(sock.detach()))

@@ -1,8 +1,8 @@
 """`kvfs hold`: keeps the descriptors of mounts while no daemon serves them, so that the next one goes on.
 
-Knows no pool and no request: it stores descriptors and a few bytes, and gives them to whoever claims the mount next.
-One connection claims a mount at a time. Its end is the proof that the daemon is dead: the kernel closes it as the last
-thread goes. The holder ends with its last mount.
+Knows no pool and no request: it stores descriptors and a few bytes, and gives them to the next daemon that claims the
+mount. One connection claims a mount at a time. Its end is the proof that the daemon is dead: the kernel closes it as
+the last thread goes. The holder ends with its last mount.
 """
 
 from __future__ import annotations
@@ -255,7 +255,8 @@ def _tell(connection: Connection, words: Words, fds: Sequence[int] = ()) -> None
 
 
 def listen(path: Path) -> socket.socket:
-    """A socket that this user and root may connect to. HoldError: another holder listens there, or a file is there."""
+    """A socket that this user and root may connect to. HoldError: another holder listens there, or a file lies
+    there."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     try:
         listener = socket.socket(fileno=above(listener.detach()))

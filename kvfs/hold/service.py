@@ -1,7 +1,7 @@
 """systemd as the holder: its store of a unit's descriptors (FileDescriptorStoreMax= of systemd.service(5)).
 
 The daemon puts descriptors there by sd_notify(3), each with a name. systemd gives them to the unit's next main process
-(sd_listen_fds(3)), which it starts once the one before has ended. The words of a mount lie beside them in memory: those
+(sd_listen_fds(3)), which it starts once the one before has ended. The words of a mount lie with them in memory: those
 of a holder's answer (kvfs/hold/words.py), with its pool and mount point.
 
 systemd says neither that it keeps a descriptor nor that its store is full. So the last that goes there is the end of a
@@ -102,8 +102,8 @@ class ServiceClaim(Claim):
         version: int = VERSION,
         others: Sequence[str] = (),
     ) -> None:
-        """version: of the words, which stays as long as the mount, so that the build that made it reads them. others:
-        names of descriptors that another build has stored, and this one does not know."""
+        """version: of the words, which stays with the mount, so that the build that made it reads them. others: names
+        of descriptors that another build has stored, and this one does not know."""
         super().__init__(SYSTEMD, os.getppid(), left)
         self._pool, self._mountpoint, self._state = pool, mountpoint, state
         self._version, self._others = version, others

@@ -14,8 +14,7 @@ more of it. A daemon lets go of memory whose role it does not know: it would not
         {"v": 1, "roles": [...], "state": HEX, "idle_ms": N, "last_pid": N, "takeovers": N}   and the descriptors
         {"v": 1, "roles": []}                                  no earlier daemon left any
         {"v": 1, "error": TEXT, "pid": N}                      that process has it
-    {"v": 1, "op": "put", "state": HEX, "roles": [...]}   keep these instead of what you have; of the mount claimed
-        {"v": 1}
+    {"v": 1, "op": "put", "state": HEX, "roles": [...]}   keep these instead; of the mount claimed {"v": 1}
     {"v": 1, "op": "drop"}                                the mount claimed has ended
         {"v": 1}
     {"v": 1, "op": "list"}
@@ -143,7 +142,7 @@ def state_of(words: Words) -> bytes:
 
 
 def is_spoken(role: object, version: int) -> bool:
-    """Whether descriptors of this role may be told of in that version."""
+    """Whether descriptors of this role may be named in that version."""
     if version == 1:
         return role in ROLES_1
     return isinstance(role, str) and _ROLE.fullmatch(role) is not None

@@ -48,7 +48,7 @@ class Index(Protocol):
         ...
 
     def replace_directory(self, number: InodeNumber, record: bytes) -> None:
-        """Change a directory that is there: only times and links differ."""
+        """Change an existing directory: only times and links differ."""
         ...
 
     def delete(self, old: Inode) -> None: ...
@@ -123,7 +123,7 @@ class Index(Protocol):
         ...
 
     def hide_shown(self) -> None:
-        """Nothing is exempt from hide() any more."""
+        """End all exemptions from hide()."""
         ...
 
     def volatile_inodes(self) -> Numbers:

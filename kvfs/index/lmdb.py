@@ -2,8 +2,8 @@
 
 Reads ask the names in memory first (kvfs/names.py): they have each inode that LMDB does not have as it is. Below lies
 LMDB itself, read by one long-lived transaction. A commit takes the changes of one instant; one thread writes them in a
-single transaction, and syncs. It derives dentries, memberships and groups from the records: those that LMDB has, and
-the new ones. Databases and keys are described in docs/format.md.
+single transaction, and syncs. It derives dentries, memberships and groups from LMDB's records and the new ones.
+Databases and keys are described in docs/format.md.
 """
 
 from __future__ import annotations
@@ -554,7 +554,7 @@ class LmdbIndex:
     # ---- committing ----
 
     def follow_journal(self, key: bytes, tail: bytes) -> None:
-        """Each commit has under this meta key what it has of the names' journal: id and sequence, then the tail."""
+        """Each commit has under this meta key its part of the names' journal: id and sequence, then the tail."""
         self._journal = (key, tail)
 
     async def commit(self, before: Callable[[], None] | None = None) -> None:

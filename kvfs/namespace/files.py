@@ -1,10 +1,10 @@
 """Files and directories over the store: names, attributes, and what opening, closing and removing mean for a block.
 
-Holds no state of its own but what the index has; knows neither FUSE nor devices nor payload. Methods are plain wherever
+Holds no state of its own apart from the index; knows neither FUSE nor devices nor payload. Methods are plain wherever
 they need not wait. All of one change (index, block table, summaries) then happens in one step of the one trio thread.
-So no other request sees half of it (I4): they are steps, as the data plane makes, renames, removes and seals files
-by itself. The rules for inodes that are being written are in
-native/include/kvfs_plane.h; the kernel checks permissions (default_permissions).
+So no other request sees half of it (I4): they are steps, as the data plane makes, renames, removes and seals files by
+itself. The rules for inodes that are being written are in native/include/kvfs_plane.h; the kernel checks permissions
+(default_permissions).
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Namespace:
         return inode
 
     def look(self, number: InodeNumber) -> Inode:
-        """As get(), also of a directory that was removed a while ago: it may be somebody's place to work."""
+        """As get(), also of a directory that was removed a while ago: it may be a process's working directory."""
         return self._removed.get(number) or self.get(number)
 
     def lookup(self, parent: InodeNumber, name: bytes) -> Inode:
@@ -231,7 +231,7 @@ class Namespace:
             after = names[-1][0]
 
     def open_directory(self, number: InodeNumber) -> None:
-        """Somebody lists the directory, or holds it as a place to work from."""
+        """Note that a process lists the directory, or works in it."""
         if self.look(number).kind != Kind.DIRECTORY:
             raise NotDirectoryError(f"inode {number}: not a directory")
         self._open_directories[number] = self._open_directories.get(number, 0) + 1
@@ -251,7 +251,7 @@ class Namespace:
         """Sizes as clients expect them of a cache that evicts: what it may drop is as good as free.
 
         Use is reported as at most USED_PERCENT_MAX unless more is pinned or in slabs: SGLang deletes files from 80% on,
-        others stop storing. In a pod the sizes are those of the whole pool, filled as this node's part is.
+        others stop storing. In a pod the sizes are of the whole pool, filled as this node's part is.
         """
         space = self._store.space()
         blocks = space.size // PAGE_SIZE
@@ -335,7 +335,7 @@ class Namespace:
 
     @step
     def make_directories(self, number: InodeNumber, path: Sequence[bytes], mode: int, uid: int, gid: int) -> Inode:
-        """As find_directory, but those that are not there are made."""
+        """As find_directory, but missing ones are made."""
         here = self._directory(number)
         for name in path:
             found = self._index.lookup(here.inode, name)
@@ -590,7 +590,7 @@ class Namespace:
     # ---- attributes ----
 
     async def setattr(self, number: InodeNumber, changes: Changes) -> Inode:
-        """Apply the changes and return the inode. A new size counts at once, also for those who have the file open."""
+        """Apply the changes and return the inode. A new size counts at once, also for open handles."""
         await self._take_over(number)
         if changes.size is not None:
             await self._truncate(number, changes.size, through_handle=changes.through_handle)
@@ -749,7 +749,7 @@ class Namespace:
         return inode
 
     def flush(self, number: InodeNumber, done: Callable[[KvfsError | None], None]) -> None:
-        """close(2): `done` is told when the content is on the devices and in the index, or why it is not."""
+        """close(2): `done` is called when the content is on the devices and in the index, or why it is not."""
         self._sealing.seal_soon(number, done)
 
     async def fsync(self, number: InodeNumber) -> None:
@@ -828,7 +828,7 @@ class Namespace:
         return names
 
     async def foreign_xattrs(self, number: InodeNumber) -> dict[bytes, bytes]:
-        """Those of another node's block. StaleInodeError."""
+        """The attributes of another node's block. StaleInodeError."""
         if self._foreign is None:
             raise StaleInodeError(f"inode {number:#x}: gone")
         return (await self._foreign.record(number)).xattrs
@@ -876,7 +876,7 @@ class Namespace:
         return b"/" + b"/".join(reversed(parts))
 
     def find_path(self, number: InodeNumber) -> bytes | None:
-        """As path(); None if it has no name any more, or lies below a directory that has none."""
+        """As path(); None if it has lost its name, or lies below a directory that has none."""
         at = self._index.get(number)
         while at is not None and not at.nameless and at.inode != ROOT_INODE:
             at = self._index.get(at.parent)

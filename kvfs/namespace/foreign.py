@@ -2,7 +2,7 @@
 changed.
 
 A node is an upper layer over all others, as in overlayfs. To change a block of another node is to copy it up; to remove
-it is to tell everybody. A directory has the same inode number on every node, so whoever looks one up makes it.
+it is to tell everybody. A directory has the same inode number on every node, so a look-up makes it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _RECORD_MAX = 16384
 
 
 class ForeignNames:
-    """The other nodes' names, beside those of a Namespace."""
+    """The other nodes' names, in addition to a Namespace's."""
 
     def __init__(self, store: Store, podmap: PodMap) -> None:
         self._plane, self._map, self._sealing = store.plane, podmap, store.sealing
@@ -59,12 +59,12 @@ class ForeignNames:
         )  # fmt: skip
 
     def unlink(self, parent: InodeNumber, name: bytes) -> bool:
-        """Remove a block's name; every node is told. False: no other node has one."""
+        """Remove a block's name; every node gets the news. False: no other node has one."""
         return self._map.unlink(parent, name)
 
     async def record(self, number: InodeNumber) -> Inode:
         """The record in the header of another node's block, under its present name and with its present rights. The
-        header has those of the seal. StaleInodeError if it is gone."""
+        header has the values of the seal. StaleInodeError if it is gone."""
         known = self._map.known(number)
         gone = StaleInodeError(f"inode {number:#x}: a block of another node, gone")
         if known is None or not known.name:

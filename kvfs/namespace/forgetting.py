@@ -2,8 +2,8 @@
 
 It walks in small steps, so that other requests are answered in between. A directory goes when it is empty. An end in
 the middle leaves a tree with fewer names in it, and the next time ends it. Blocks that are stored there meanwhile are
-removed too, as long as that takes few passes. Open files are read on by those who have them open. In a pod it removes
-what this node has; directories that others have too stay.
+removed too, while that takes few passes. Open handles keep reading their files. In a pod it removes what this node has;
+directories that others have too stay.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ NEXT = 128
 
 @dataclass(slots=True)
 class Forgotten:
-    """Names that went. `open`: files of these that somebody has open. `filled`: directories that stay, as something is
-    stored there all the time; `shared`: those that stay, as other nodes of the pod have them too."""
+    """Names that went. `open`: files of these that are open. `filled`: directories that stay, as something is stored
+    there all the time; `shared`: directories that stay: other nodes of the pod have them too."""
 
     files: int = 0
     bytes: int = 0
@@ -182,7 +182,7 @@ class NextNames:
         self._index, self._parent = index, 0
 
     def bring(self, parent: InodeNumber, name: bytes) -> None:
-        """This name is about to be removed in Python, as it is not in memory."""
+        """This name is about to be removed in Python: it is not in memory."""
         if parent == self._parent:
             self._index.bring([number for _, number in self._index.list(parent, name, NEXT)])
         self._parent = parent

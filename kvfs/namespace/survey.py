@@ -78,7 +78,7 @@ class Row:
 
 
 class Clock(Protocol):
-    """The pool's segments, by whose ticks uses are told."""
+    """The pool's segments, whose ticks date uses."""
 
     @property
     def tick(self) -> int: ...
@@ -106,9 +106,8 @@ class Survey:
 
     async def take(self, depth: int, path: str = "/", *, fresh: bool = False) -> dict[str, object]:
         """Namespaces: the directories from `path` down to `depth` below it that hold something. At the depth EVERY they
-        are those of engines, wherever they lie: a directory of keys is none by itself. Beside them the pins there, and
-        the sum. The path begins at the mount's root. age_s: how long ago they were counted, 0 where `fresh`.
-        NotFoundError."""
+        are engines' at any place: a directory of keys is none by itself. Also the pins there, and the sum. The path
+        begins at the mount's root. age_s: how long ago they were counted, 0 where `fresh`. NotFoundError."""
         asked_at = trio.current_time()
         async with self._lock:
             known = self._last.get((depth, path))

@@ -1,1 +1,1 @@
-"""A pod: one namespace on many nodes. This room has the engine that carries news, the feed, and those who follow it."""
+"""A pod: one namespace on many nodes. This room has the engine that carries news, the feed, and its followers."""

@@ -1,4 +1,4 @@
-"""Questions of this node to others that somebody waits for: the barrier, and leases of another's blocks.
+"""Questions of this node to others with a waiter: the barrier, and leases of another's blocks.
 
 State machines, with time given in. `Waiting.wait()` alone blocks, for threads; it never outlasts its deadline.
 """
@@ -110,7 +110,7 @@ class Asks:
                 barrier.finish()
 
     def lease_answered(self, slot: int, number: int, held: str) -> bool:
-        """False: nobody waits for it any more, so that it is to be released."""
+        """False: its waiter has gone, so it is to be released."""
         lease = self.leases.get(number)
         if lease is None or lease.slot != slot or len(held) != len(lease.held):
             return number in self.answered_leases
@@ -123,12 +123,12 @@ class Asks:
         return True
 
     def end_barrier(self, barrier: Barrier) -> None:
-        """Nobody waits any more."""
+        """Drop the waiter."""
         if self.barriers.pop(barrier.number, None) is not None:
             self.not_fresh += 1
 
     def end_lease(self, lease: LeaseAsk) -> None:
-        """Nobody waits any more: not held."""
+        """Drop the waiter: not held."""
         if self.leases.pop(lease.number, None) is not None:
             self.leases_unanswered += len(lease.held)
 

@@ -1,4 +1,4 @@
-"""The header of a batch of news: the feed reads it, and knows nothing of what lies behind it.
+"""The header of a batch of news: the feed reads it, and knows nothing of the bytes behind it.
 
 The bytes are made and applied by the data plane (native/include/kvfs_pod.h). A batch covers the numbers
 [number, end). Each record has a number; a batch without records has one too, else its loss could not be seen.

@@ -7,8 +7,8 @@ Keys of a pool: `kvfs:{<uuid>}:<slot>` is a node's stream, `:in` behind it is wh
 `:beat` its sign of life. The braces keep all keys of a pool on one node of a cluster. Fields of an entry:
 
 - `b`   a batch of news (kvfs.pod.batch)
-- `t`   beside it: the wall clock in ns when the owner took it, eight bytes, little-endian
-- `r`   beside it, if it is a repeat
+- `t`   with it: the wall clock in ns when the owner took it, eight bytes, little-endian
+- `r`   with it, if it is a repeat
 - `c`   a message (kvfs.pod.messages)
 """
 

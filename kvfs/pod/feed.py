@@ -1,4 +1,5 @@
-"""A node's feed: its batches of news on their way into each engine, and its memory of them, for those who missed some.
+"""A node's feed: its batches of news on their way into each engine, and its memory of them, for followers that missed
+some.
 
 A state machine: time is given in, nothing is called, nothing waits. kvfs.pod.member drives it.
 
@@ -267,7 +268,7 @@ class Feed:
             link.last[out.stream] = position
 
     def link_up(self, index: int) -> None:
-        """An engine is there again. Whatever another engine had meanwhile is not appended late: who needs it asks."""
+        """An engine is back. Whatever another engine had meanwhile is not appended late: who needs it asks."""
         link = self._links[index]
         link.repeats.clear()
         self._forget_places(link)

@@ -5,10 +5,10 @@ A state machine: time is given in; of the outside it calls the sink alone. Rules
 - Batches of an owner are applied in the order of their numbers. A number seen before is dropped.
 - A gap is asked for, one ask an owner at a time, with a deadline that doubles while nothing comes.
 - A start of a higher epoch takes the place of the one before it: the owner's flash is read anew. Batches of a start
-  that its owner has not told of are not believed; the owner is asked.
+  that its owner has not announced are not believed; the owner is asked.
 - Load first, then apply: while flash is read, batches wait. The first of them is the owner's `floor`, from where on
   flash may lack something.
-- A gap that the owner cannot repeat is read from flash too; news goes on meanwhile, from what it can repeat.
+- A gap that the owner cannot repeat is read from flash too; news goes on meanwhile, from the oldest that it can repeat.
 - Numbers that an owner cannot repeat may not be on its flash yet. Flash that was read too soon is read again.
 """
 
@@ -46,7 +46,7 @@ class Sink(Protocol):
         ...
 
     def reload(self, slot: int) -> None:
-        """Begin to read an owner's flash: its entries are replaced by what is there. Follower.loaded() follows. It is
+        """Begin to read an owner's flash: its entries are replaced by its contents. Follower.loaded() follows. It is
         not called again before that."""
         ...
 
@@ -65,8 +65,8 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class OwnerStatistics:
-    """An owner, as this node sees it. state: unknown, loading, following, silent (no sign; its flash was read),
-    or unsupported. lag: from the owner's taking of a batch to its application here; clocks of two machines. behind:
+    """An owner from this node's view. state: unknown, loading, following, silent (no sign; its flash was read), or
+    unsupported. lag: from the owner's taking of a batch to its application here; clocks of two machines. behind:
     numbers that are known and not applied. lost: numbers that the owner could not repeat, so that flash is read."""
 
     slot: int

@@ -1,8 +1,8 @@
 """One node in its pod: the feed, the follower and the questions, a turn at a time.
 
 kvfs.pod.threads takes the turns of production, two threads for each engine: one appends, one waits in a read. The
-simulation takes the same turns with a clock of its own. All state is under one lock, which is never held over a call of
-an engine. Calls of the sink, the source and the keeper come under it: none of them may wait.
+simulation takes the same turns with its own clock. All state is under one lock, which is never held over a call of an
+engine. Calls of the sink, the source and the keeper come under it: none of them may wait.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class LeaseName(NamedTuple):
 
 
 class Keeper(Protocol):
-    """The blocks of this node, for what others ask about them. Keys are name keys, 16 bytes."""
+    """The blocks of this node, for others' questions. Keys are name keys, 16 bytes."""
 
     def lease(self, lease: LeaseName, keys: Sequence[bytes], seconds: float) -> Sequence[bool]:
         """Keep blocks from eviction, each for so long; returns which are kept."""
@@ -245,7 +245,7 @@ class Member:
             return 0.0
 
     def leave(self, index: int, engine: Engine, now: float, wall_ns: int) -> None:
-        """The last turn of an orderly end: publish everything, and live no more. An engine that fails is let be."""
+        """The last turn of an orderly end: publish everything, and end the life. An engine that fails is let be."""
         with self._lock:
             self._collect(now, wall_ns, everything=True)
         try:
@@ -445,14 +445,14 @@ class Member:
     # ---- what the daemon asks ----
 
     def loaded(self, slot: int, now: float, wall_ns: int, *, whole: bool = True) -> None:
-        """An owner's flash has been read, as the sink was told to. From any thread."""
+        """An owner's flash has been read, as the sink was asked to. From any thread."""
         with self._lock:
             self._follower.loaded(slot, now, wall_ns, whole=whole)
             self._asks.check()
         self._source.wake()
 
     def flush(self, now: float, timeout_s: float) -> Barrier:
-        """Begin a barrier: all owners that live publish what they hold back. EngineAwayError: no engine is there."""
+        """Begin a barrier: all owners that live publish what they hold back. EngineAwayError: no engine answers."""
         with self._lock:
             if not self._is_connected:
                 raise EngineAwayError("; ".join(self._away()))
@@ -463,7 +463,7 @@ class Member:
         return barrier
 
     def flushed(self, barrier: Barrier) -> None:
-        """Nobody waits for a barrier any more. FreshError names the owners that did not answer."""
+        """Drop the waiters of a barrier. FreshError names the owners that did not answer."""
         with self._lock:
             self._asks.end_barrier(barrier)
             if barrier.finished:
@@ -499,7 +499,7 @@ class Member:
         self._source.wake()
 
     def touch(self, slot: int, keys: Sequence[bytes], now: float) -> None:
-        """Tell an owner that blocks of its own are used here."""
+        """Tell an owner that its blocks are used here."""
         with self._lock:
             for at in range(0, len(keys), KEYS_MAX):
                 self._feed.post(TOUCH, {"keys": join_keys(list(keys[at : at + KEYS_MAX]))}, now, to=slot)

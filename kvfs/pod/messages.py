@@ -7,7 +7,7 @@ Bytes: 16 of keyed BLAKE2b over the rest, then JSON. Kinds, with their fields:
 - `flush`    asks all owners to publish what they hold back; each answers with its state
 - `lease`    asks an owner to keep blocks from eviction: keys, ms; it answers `held`, a character a key: 0 or 1
 - `release`  ends the lease that the message `lease` asked for
-- `touch`    tells an owner that blocks of its own were read
+- `touch`    tells an owner that its blocks were read
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Message:
     fields: Mapping[str, Value]
 
     def integer(self, name: str) -> int:
-        """A field that must be there. ValueError."""
+        """A required field. ValueError."""
         value = self.fields.get(name)
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 64:
             raise ValueError(f"message {self.kind} of slot {self.slot}: field {name} is {value!r}")
@@ -90,9 +90,9 @@ def _digest(body: bytes, secret: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """An owner's word on its feed. epoch: of its mount, higher at each one. next: the number that comes. oldest:
-    from where it can repeat. floor: records before it are on its flash; if below `oldest`, those between are to be
-    had nowhere yet. ask: the number of the ask that this answers, of the asker's ask_start; 0 if none."""
+    """An owner's word on its feed. epoch: of its mount, higher at each one. next: the number that comes. oldest: from
+    where it can repeat. floor: records before it are on its flash; if below `oldest`, the ones between are nowhere yet.
+    ask: the number of the ask that this answers, of the asker's ask_start; 0 if none."""
 
     epoch: int
     start: int

@@ -25,7 +25,7 @@ log = logging.getLogger("kvfs.pod")
 
 
 class Pod:
-    """The pod, for a daemon. make: connects to an engine; each thread has a connection of its own."""
+    """The pod, for a daemon. make: connects to an engine; each thread has its own connection."""
 
     def __init__(self, member: Member, source: Source, make: Sequence[Callable[[], Engine]]) -> None:
         assert len(make) == len(member.links)
@@ -44,7 +44,7 @@ class Pod:
             thread.start()
 
     def stop(self, timeout_s: float = 2.0) -> bool:
-        """End the threads. Whether they did within the time; those that did not end with the process."""
+        """End the threads. Whether they did within the time; the others end with the process."""
         self._stopping.set()
         for pair in self._engines:
             for engine in pair:
@@ -72,7 +72,7 @@ class Pod:
     def lease_all(
         self, wanted: Mapping[int, Sequence[bytes]], seconds: float, timeout_s: float = LEASE_S
     ) -> list[LeaseAsk]:
-        """As lease(), of several owners side by side. One who is asked for many has several answers, in order."""
+        """As lease(), of several owners side by side. A node that is asked for many has several answers, in order."""
         asks = [
             self.member.lease(slot, keys[at : at + KEYS_MAX], seconds, time.monotonic(), timeout_s)
             for slot, keys in wanted.items()

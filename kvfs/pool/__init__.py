@@ -1,1 +1,1 @@
-"""The parts of a pool: pool.toml, devices, the structures on them besides blocks, and their owners."""
+"""The parts of a pool: pool.toml, devices, the structures on them except blocks, and their owners."""

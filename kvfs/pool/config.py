@@ -70,7 +70,7 @@ class DeviceConfig:
 
 @dataclass(frozen=True, slots=True)
 class GroupRule:
-    """Files that are evicted together: those of one directory whose names differ only in these endings, or all in a
+    """Files that are evicted together: all in one directory whose names differ only in these endings, or all in a
     directory whose path fits the pattern. One of the two is set."""
 
     endings: tuple[str, ...] = ()

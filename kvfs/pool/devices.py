@@ -1,6 +1,6 @@
 """An open device, of each kind: a block device or a file, an NVMe/TCP namespace, a namespace by passthrough.
 
-Reads, writes and claims whole devices; knows nothing of what is on them. Blocks. opening.py opens devices.
+Reads, writes and claims whole devices; knows nothing of their contents. Blocks. opening.py opens devices.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Device:
         self.unclaim()
 
     def door(self) -> Device:
-        """The same device for a thread of its own, which closes it: a descriptor that stays what it is."""
+        """The same device for a separate thread, which closes it: a descriptor that stays what it is."""
         return Device(self.path, os.dup(self.fd), self.size, self.is_block, self.direct)
 
     def reservation(self, step: Step, key: int, other: int = 0) -> None:
@@ -122,8 +122,8 @@ class Device:
 
 @dataclass(slots=True)
 class RemoteDevice(Device):
-    """An NVMe/TCP namespace. Its fd stands for it in the data plane and in native clients; labels go by a connection of
-    its own."""
+    """An NVMe/TCP namespace. Its fd stands for it in the data plane and in native clients; labels go by a separate
+    connection."""
 
     controller: nvme_tcp.Controller
 
@@ -167,8 +167,7 @@ class _RemoteDoor(RemoteDevice):
 
 @dataclass(slots=True)
 class GenericDevice(Device):
-    """An NVMe namespace by passthrough. Native clients get the block device where there is one, as that needs no
-    privilege."""
+    """An NVMe namespace by passthrough. Native clients get the block device where one exists: it needs no privilege."""
 
     namespace: nvme_generic.Namespace
 

@@ -1,6 +1,6 @@
 """A pool's directory: its owner is checked, and its small files are opened without following links.
 
-Root takes no pool that somebody else can change: a symbolic link in the place of a log leads anywhere.
+Root takes no pool that another user can change: a symbolic link in the place of a log leads anywhere.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _DIRECTORIES, _INDEX = ("index", "devices"), "index"
 
 
 def check_owner(pool: Path) -> None:
-    """For root: that nobody else can change what lies in a pool's directory, and that whoever could before has left no
-    link where root writes. PoolError, with EPERM."""
+    """For root: that no other user can change a pool's directory, and that users who could before has left no link
+    where root writes. PoolError, with EPERM."""
     if os.geteuid() != 0:
         return
     try:
@@ -64,7 +64,7 @@ def _name(uid: int) -> str:
 
 
 def open_own(path: Path, flags: int, mode: int) -> int:
-    """Open, or make, a plain file of the pool's directory. PoolError for a link, and for what is no plain file."""
+    """Open, or make, a plain file of the pool's directory. PoolError for a link, and for anything but a plain file."""
     try:
         # A pipe that nobody reads is not waited for.
         fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)

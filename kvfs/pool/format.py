@@ -1,4 +1,4 @@
-"""Structures on devices besides blocks: labels, beats, segment headers, summaries. Bytes in, values out, and back; no
+"""Structures on devices except blocks: labels, beats, segment headers, summaries. Bytes in, values out, and back; no
 I/O.
 
 The layouts are the structs of native/include/kvfs_format.h; docs/format.md describes them byte by byte. Block headers
@@ -234,7 +234,7 @@ def pack_beat(secret: int, pool: uuids.UUID, device: uuids.UUID, beat: Beat) -> 
 
 
 def holds_beat(page: bytes) -> bool:
-    """Whether there is a beat, of whatever pool, valid or not."""
+    """Whether the page has a beat, of any pool, valid or not."""
     return int.from_bytes(page[:8], "little") == MAGIC_BEAT
 
 

@@ -86,9 +86,9 @@ def choose_geometry(
     zones_offset: int = ZONES_OFFSET,
     nodes: int = 1,
 ) -> tuple[Geometry, list[str]]:
-    """The geometry of a new pool over devices of these sizes, and notes about what was adjusted. UsageError.
+    """The geometry of a new pool over devices of these sizes, and notes about adjustments. UsageError.
 
-    `zones_offset`: the first byte of zones. `nodes`: so many share the segments.
+    `zones_offset`: the first byte of zones. `nodes`: the number that share the segments.
     """
     notes: list[str] = []
     count = len(device_sizes)

@@ -93,9 +93,9 @@ class Heart:
         cls, opened: OpenPool, *, use: str, known: int = 0, next_epoch: bool = False, force: bool = False,
         tell: Tell | None = None, clock: owner.Clock = owner.REAL, dead: Beat | None = None,
     ) -> Heart:  # fmt: skip
-        """Own the devices that are there. Nobody else does when this returns, and this process's beat stands on them.
+        """Own the present devices. No other process does when this returns, and this process's beat stands on them.
 
-        `known`: the last epoch that the index knows. `next_epoch`: raise the epoch, for a mount; else the last one
+        `known`: the last epoch that the index knows. `next_epoch`: raise the epoch, for a mount; otherwise the last one
         stays. `force`: push an owner aside that still beats. `dead`: of owner.Watch. InUseError.
         """
         here = replace(
@@ -308,7 +308,7 @@ class Heart:
             self.resume(index)
 
     def resume(self, index: int) -> None:
-        """A device is there, again or instead of another."""
+        """A device is present, again or instead of another."""
         self.pause(index)
         if self._on_lost is None or index not in self._present() or self.lost is not None:
             return
@@ -317,7 +317,7 @@ class Heart:
         slot.thread.start()
 
     def pause(self, index: int, *, clear: bool = False) -> None:
-        """A device is away: no beat is begun there any more. `clear`: it goes for good, so no owner is to wait for this
+        """A device is away: no further beat is begun there. `clear`: it goes for good, so no owner is to wait for this
         one."""
         slot = self._slots.pop(index, None)
         if slot is not None:
@@ -331,8 +331,8 @@ class Heart:
             slot.wake.set()
 
     def stop(self) -> None:
-        """Clear the pages where devices answer; those of a pod's node stay, and say that it has left. Called last, when
-        nothing is written any more."""
+        """Clear the pages where devices answer; a pod's node's stay, and say that it has left. Called last, after the
+        last write."""
         if self._on_lost is None:
             self._clear()
         slots = list(self._slots.values())

@@ -303,7 +303,7 @@ class SlotState:
 
     @property
     def frozen(self) -> bool:
-        """Whether nobody writes its lots now."""
+        """Whether its lots have no writer now."""
         return self.state != "beating"
 
 

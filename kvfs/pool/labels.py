@@ -1,4 +1,4 @@
-"""Labels and beats on an open device: both copies of a label, and who uses the device.
+"""Labels and beats on an open device: both copies of a label, and the device's user.
 
 format.py packs and unpacks; this reads and writes. All calls block.
 """

@@ -27,7 +27,7 @@ _LOCK_TEXT_MAX = 4096
 def locked(
     pool: Path, use: str = "in use", *, wait: bool = True, tell: Tell | None = None
 ) -> Iterator[PoolLock]:  # fmt: skip
-    """Hold the pool's lock. PoolError if it is no pool, InUseError if somebody else has it.
+    """Hold the pool's lock. PoolError if it is no pool, InUseError if another process has it.
 
     `use` is shown to others that want the pool. `wait`: a holder that is about to give the lock up is waited for.
     """
@@ -40,7 +40,7 @@ def locked(
 
 
 def is_locked(pool: Path) -> bool:
-    """Whether somebody has the pool's lock. Writes nothing, so it also knows on a read-only filesystem. PoolError."""
+    """Whether the pool's lock is held. Writes nothing, so it also knows on a read-only filesystem. PoolError."""
     if not os.path.lexists(pool / LOCK_NAME):
         return False
     fd = open_own(pool / LOCK_NAME, os.O_RDONLY, 0)
@@ -54,7 +54,7 @@ def is_locked(pool: Path) -> bool:
 
 
 def lock_holder(pool: Path) -> Beat | None:
-    """The holder of the pool's lock, by its text, in numbers of its own pid namespace; None if nobody has it."""
+    """The holder of the pool's lock, by its text, in its own pid namespace's numbers; None if it is free."""
     if not is_locked(pool):
         return None
     fd = open_own(pool / LOCK_NAME, os.O_RDONLY, 0)

@@ -40,7 +40,7 @@ from kvfs.units import counted, format_size, told_size
 
 @dataclass(frozen=True, slots=True)
 class FormatRequest:
-    """`kvfs format`: devices that are there, or `files` sparse files of `file_size` bytes in the pool."""
+    """`kvfs format`: existing devices, or `files` sparse files of `file_size` bytes in the pool."""
 
     pool: Path
     devices: tuple[DeviceAddress, ...] = ()
@@ -151,8 +151,8 @@ def _check_content(device: Device, force: bool, me: Beat | None = None) -> None:
 def check_unused(
     device: Device, me: Beat | None = None, slot: int | None = None, dead: Beat | None = None
 ) -> None:  # fmt: skip
-    """Check that nobody but `me` uses the pool whose label a device has. In a pod, no node, or not that of `slot`.
-    `dead`: of owner.Watch. InUseError."""
+    """Check that only `me` uses the pool whose label a device has. In a pod, no node, or not that of `slot`. `dead`: of
+    owner.Watch. InUseError."""
     here = me or owner.this_process()
 
     def read() -> dict[int, Beat]:
@@ -277,7 +277,7 @@ def _make_files(paths: Sequence[Path], size: int) -> None:
 
 
 def add_devices(pool: Path, paths: Sequence[DeviceAddress], *, force: bool) -> tuple[PoolConfig, PoolConfig]:
-    """Add devices to a pool that nobody uses: new segments on them alone. Returns the pool as it was and as it is.
+    """Add devices to an unused pool: new segments on them alone. Returns the pool as it was and as it is.
 
     The new devices' labels come first, then pool.toml, then the labels of the others. A reader in between finds the
     pool as it was, or labels that their revision shows to be older.

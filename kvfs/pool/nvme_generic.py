@@ -60,7 +60,7 @@ class Namespace:
         return bytes(ffi.buffer(out))
 
     def duplicate(self) -> Namespace:
-        """The same namespace by a descriptor of its own, without the claim on its block device."""
+        """The same namespace by a separate descriptor, without the claim on its block device."""
         other = copy.copy(self)
         other.fd, other.block_fd = os.dup(self.fd), -1
         return other

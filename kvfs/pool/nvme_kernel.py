@@ -1,7 +1,8 @@
 """NVMe namespaces that the kernel has, PCIe or fabrics: their devices and their description in sysfs.
 
 Sources: Documentation/ABI/stable/sysfs-block and drivers/nvme/host/{core,sysfs,multipath}.c of the kernel. With its
-multipath a namespace's block device belongs to a subsystem, to which several controllers lead; else to a controller.
+multipath a namespace's block device belongs to a subsystem, to which several controllers lead; otherwise to a
+controller.
 """
 
 from __future__ import annotations

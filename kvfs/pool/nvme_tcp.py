@@ -151,7 +151,7 @@ def _check(result: int, what: str) -> int:
 
 
 class Controller:
-    """A connection to a controller of its own, and with an nsid to that namespace."""
+    """A connection to a controller, and with an nsid to that namespace."""
 
     def __init__(self, url: str) -> None:
         """UsageError, DeviceError."""
@@ -250,7 +250,7 @@ def _text(field: object) -> str:
 
 
 def expand(url: str) -> list[str]:
-    """The URLs of single namespaces that a URL stands for: itself, those of its subsystem, or those of an enclosure."""
+    """The URLs of single namespaces that a URL stands for: itself, its subsystem's, or an enclosure's."""
     target = parse(url)
     base, _, query = url.partition("?")
     query = "&" + query if query else ""

@@ -262,7 +262,7 @@ def own_node(pool: Path, config: PoolConfig) -> Member | None:
 
 
 def latest_config(config: PoolConfig, labels: Sequence[PoolConfig]) -> PoolConfig:
-    """A pod's description with what other nodes have changed meanwhile: the paths are kept. Retired is who is so in any
+    """A pod's description with other nodes' changes since: the paths are kept. A slot is retired if it is so in any
     label."""
     if config.pod is None:
         return config

@@ -208,7 +208,7 @@ def _process(beat: Beat) -> tuple[object, ...]:
 
 
 def watch_s(beat: Beat) -> float:
-    """The time that a beat must stand still to be nobody's."""
+    """The time that a beat must stand still to have no owner."""
     return min(WATCH_BEATS * max(beat.interval_ms / 1000, INTERVAL_S), _WATCH_MAX_S)
 
 
@@ -220,8 +220,8 @@ def wait_free(
     read: Callable[[], Mapping[int, Beat | None]], here: Beat, claimed: Mapping[int, bool],
     tell: Callable[[str], None] | None = None, clock: Clock = REAL, dead: Beat | None = None,
 ) -> Iterable[Beat]:  # fmt: skip
-    """Read until the devices are free; returns beats of other machines that stood still. InUseError if somebody uses
-    them."""
+    """Read until the devices are free; returns beats of other machines that stood still. InUseError if another process
+    uses them."""
     began = clock.now()
     watch, told = Watch(here, claimed, began, dead), False
     while (beat := watch.look(read(), clock.now())) is not None:
@@ -240,7 +240,7 @@ def wait_claim(
     tell: Callable[[str], None] | None = None, clock: Clock = REAL,
 ) -> Beat | None:  # fmt: skip
     """Try to get a lock, and wait for one that is just being given up. Returns None when it is ours, else the holder as
-    far as `holder` knows; a beat without an owner: nobody knows."""
+    far as `holder` knows; a beat without an owner: unknown."""
     began, told = clock.now(), False
     while not claim():
         beat = holder()

@@ -50,7 +50,7 @@ class PodConfig:
         return segment // self.lot % self.nodes
 
     def segments_of(self, slot: int, segment_count: int) -> list[int]:
-        """The segments of a slot in a pool of so many."""
+        """The segments of a slot in a pool of this number."""
         step = self.lot * self.nodes
         return [
             segment for first in range(slot * self.lot, segment_count, step)

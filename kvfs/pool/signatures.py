@@ -1,4 +1,4 @@
-"""Signatures of what a device holds already: other filesystems, partition tables, kvfs labels, data in a plain file.
+"""Signatures of a device's earlier content: other filesystems, partition tables, kvfs labels, data in a plain file.
 
 The command that makes a pool asks before it overwrites anything. Reads only.
 """
@@ -49,7 +49,7 @@ _SIGNATURES: tuple[tuple[int, bytes, str], ...] = (
 
 
 def signature(device: Device) -> str | None:
-    """A phrase for the content of a device; None if nothing is known to be there."""
+    """A phrase for the content of a device; None if nothing known was found."""
     size = min(_HEAD_SIZE, device.size // PAGE_SIZE * PAGE_SIZE)
     if not size:
         return None

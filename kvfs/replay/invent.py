@@ -1,4 +1,4 @@
-"""Traces of prefix blocks that are invented with a seed, for those who have none of their own.
+"""Traces of prefix blocks that are invented with a seed, for users without a trace.
 
 A prompt is the ids of its blocks in order, as in Mooncake's traces. An id stands for a block and all before it.
 """

@@ -56,7 +56,7 @@ def read_trace(path: Path) -> list[Request]:
 
 
 def invented_trace(shape: str, seed: int, count: int) -> list[Request]:
-    """So many requests of one of invent.SHAPES; the same for the same seed."""
+    """A number of requests of one of invent.SHAPES; the same for the same seed."""
     trace = invent(shape, seed, count)
     prompts = zip(trace.times_s, trace.prompts, strict=True)
     return [Request(1000 * due_s, BLOCK_TOKENS * len(prompt), tuple(prompt)) for due_s, prompt in prompts]

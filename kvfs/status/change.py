@@ -18,7 +18,7 @@ _EXPORT_COUNTERS = (
 
 
 def difference(now: Json, before: Json | None) -> dict[str, object]:
-    """Counters and latencies of `now` less those of `before`, and the seconds between them."""
+    """Counters and latencies of `now` less `before`'s, and the seconds between them."""
     if before is None:
         seconds = number(now, "pool", "uptime_s")
         return {**now, "seconds": seconds or 1.0}

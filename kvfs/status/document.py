@@ -1,6 +1,6 @@
 """The status document: the answer of `kvfs status`, `kvfs stats` and the control socket on a pool, mounted or not.
 
-Gathers numbers that other rooms have, and computes none of its own. docs/operations.md tells what to look for in them.
+Gathers numbers that other rooms have, and computes none. docs/operations.md tells what to look for in them.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ with the reasons, one a line.
 
 A connection comes from a stranger: few at once, one request each, little memory, and a deadline for the whole exchange.
 A new connection is never refused. Where all places are taken, one of the peer that has most goes for it: the oldest
-that has not asked yet, else the oldest. So whoever asks at once is answered, however many others are silent. HTTP/1.0,
-by RFC 1945.
+that has not asked yet, else the oldest. So a user who asks is answered at once, however many others are silent.
+HTTP/1.0, by RFC 1945.
 """
 
 from __future__ import annotations

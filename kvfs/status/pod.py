@@ -236,7 +236,7 @@ def stats_cells(change: Json, seconds: float) -> list[str]:
 
 
 def pod_difference(now: Json, before: Json) -> dict[str, object]:
-    """Counters of `now` less those of `before`; gauges and lags as they are now."""
+    """Counters of `now` less `before`'s; gauges and lags as they are now."""
     olds = {old.get("slot"): old for old in items(before, "owners")}
     owners = [_less(owner, olds.get(owner.get("slot"), {}), OWNER_COUNTERS) for owner in items(now, "owners")]
     return {

@@ -1,7 +1,6 @@
 """`kvfs top`: a live view of one pool in the terminal, by the rich package (pip install 'kvfs[top]').
 
-Draws the daemon's numbers at every interval, and computes none of its own. Leaves the terminal as it was, however it
-ends.
+Draws the daemon's numbers at every interval, and computes none. Leaves the terminal as it was, however it ends.
 """
 
 from __future__ import annotations
@@ -168,7 +167,7 @@ def _ages(status: Json) -> list[int]:
 
 
 def view(change: Json, found: Json, controls: Controls, height: int) -> Any:
-    """One screen of so many rows, from a difference() of statuses and a survey. Rows without room are left out, and
+    """One screen of a number of rows, from a difference() of statuses and a survey. Rows without room are left out, and
     counted: first the tail of the longest table."""
     from rich.console import Group
     from rich.text import Text

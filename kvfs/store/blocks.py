@@ -1,9 +1,9 @@
 """The blocks of an open pool: what must agree changes here, in one step.
 
-A step is code of the one trio thread between two awaits, with the names locked (I4): the data plane has steps of its
-own. One step changes a block's index record, its record in
-the block table, the live pages of its segments, pins, and the list of outdated summaries. Nothing here waits for a
-device. Names are the namespace's, bytes on devices are sealing.py's.
+A step is code of the one trio thread between two awaits, with the names locked (I4): the data plane has its own steps.
+One step changes a block's index record, its record in the block table, the live pages of its segments, pins, and the
+list of outdated summaries. Nothing here waits for a device. Names are the namespace's, bytes on devices are
+sealing.py's.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ class Blocks:
         this version lost.
 
         A file that is being written is mostly stored again, under a higher version. Or its seal was under way before
-        the other's news came, or its writer closes it unchanged. So it is looked at once more when nobody writes it.
+        the other's news came, or its writer closes it unchanged. So it is looked at once more when it has no writer.
         """
         inode = self.index.get(number)
         if inode is not None and inode.kind == Kind.DIRECTORY:
@@ -278,8 +278,8 @@ class Blocks:
 
     @step
     def renamed(self, inode: Inode, *, entered: bool = False, rights: bool = True) -> None:
-        """Name or attributes of an inode in the index have changed, or it has no name any more: summaries must say so.
-        The version rises, unless it did when the inode `entered`. In a pod a directory's is of its rights alone."""
+        """Name or attributes of an inode in the index have changed, or it has lost its name: summaries must say so. The
+        version rises, unless it did when the inode `entered`. In a pod a directory's is of its rights alone."""
         if not entered and not inode.nameless:
             if rights or inode.kind != Kind.DIRECTORY or self.plane.pod is None:
                 inode.version = self.next_version()
@@ -336,7 +336,7 @@ class Blocks:
         return self.names.is_untold(parent, name)
 
     def give_name(self, parent: InodeNumber, name: bytes) -> None:
-        """The name leads to another inode now. Hosts that were not told of its eviction are told at once."""
+        """The name leads to another inode now. Hosts without notice of its eviction get it at once."""
         if self.is_untold(parent, name):
             self.tell_hosts()
 
@@ -364,8 +364,8 @@ class Blocks:
 
     @step
     def evict(self, segment: Segment | None, numbers: Sequence[InodeNumber]) -> Evicted:
-        """Blocks with a part in the segment leave block table, index and accounts. Those that are open or pinned stay.
-        Without a segment they are one group, wherever they lie. Then all stay while one does. Hosts are told soon."""
+        """Blocks with a part in the segment leave block table, index and accounts. Open or pinned ones stay. Without a
+        segment they are one group, wherever they lie. Then all stay while one does. Hosts get notice soon."""
         self.index.bring(numbers)
         # Only then anything depends on what each of them was.
         before: dict[InodeNumber, bytes] = {}
@@ -388,8 +388,8 @@ class Blocks:
 
     @step
     def remove_files(self, directory: InodeNumber, numbers: Sequence[InodeNumber]) -> Removed:
-        """Files of a directory lose their names and go, as by unlink(2). Hosts are told soon. Those that are left are
-        the caller's: directories, links, slabs and pinned files."""
+        """Files of a directory lose their names and go, as by unlink(2). Hosts are told soon. The rest is the caller's:
+        directories, links, slabs and pinned files."""
         self.index.bring(numbers)
         removed = self.names.remove_files(directory, numbers)
         self.segments.take_notes()
@@ -398,7 +398,7 @@ class Blocks:
         return removed
 
     def untell(self, parent: InodeNumber, name: bytes) -> None:
-        """A directory was removed by nobody's request: hosts are told soon."""
+        """A directory was removed without a request: hosts get notice soon."""
         self.names.untold(parent, name)
         self._evicted.set()
 

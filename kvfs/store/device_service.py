@@ -147,7 +147,7 @@ class DeviceService:
             self._apply_states()
 
     async def take_in_stale(self) -> None:
-        """Take in the devices that are there, but missed a mount. Called before anybody asks for their blocks."""
+        """Take in the devices that are present, but missed a mount. Called before anybody asks for their blocks."""
         for device, service in enumerate(self.all):
             if service.state == DeviceState.FAILED and self._opened.devices[device].size:
                 try:

@@ -43,7 +43,7 @@ _SAVED_SEGMENTS = 2
 
 
 class Lost(NamedTuple):
-    """The blocks of a segment that went, but those that were carried over."""
+    """The blocks that an eviction dropped, copied ones excluded."""
 
     uses: Sequence[Use]
     orphans: Sequence[bool]
@@ -69,16 +69,16 @@ class CopyBudget:
 
 
 class EvictionPolicy(Protocol):
-    """The segment goes whose blocks are worth least, by the page. Those that are worth more than the price of a copy
-    are carried over."""
+    """The segment goes whose blocks are worth least, by the page. Blocks worth more than the price of a copy are
+    carried over."""
 
     def stream_of(self, size: int) -> Stream:
         """The stream for a new block of `size` bytes."""
         ...
 
     def learn(self, uses: Table, there: Table, ticks: int) -> None:
-        """Told at each LEARN_TICKS. uses: since the last time, by the class and age that blocks had before, in the
-        shape of a table of worths. there: so many blocks and ghosts had that class and age, for so many ticks."""
+        """Called at each LEARN_TICKS. uses: since the last time, by the class and age that blocks had before, in the
+        shape of a table of worths. there: the blocks and ghosts of that class and age, times ticks."""
         ...
 
     def pack(self) -> bytes:

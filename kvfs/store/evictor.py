@@ -1,7 +1,7 @@
 """The evictor: frees whole segments, so that writers find one. eviction.py decides which blocks go and which stay.
 
 A segment is evicted in this order. Blocks that stay are copied to other segments, and their records follow. The others
-leave the block table, then the index (I11). Then the segment is free. Hosts are told within a quarter of a second. An
+leave the block table, then the index (I11). Then the segment is free. Hosts get notice within a quarter of a second. An
 open by a name that a kernel kept until then fails, and the kernel looks the name up again.
 """
 
@@ -237,8 +237,8 @@ class Evictor:
         return freed
 
     async def clear(self, enough: Callable[[], bool]) -> None:
-        """Evict blocks until enough(), hot ones too: all that are there now and neither pinned nor open. Blocks that
-        stay are moved together."""
+        """Evict blocks until enough(), hot ones too: all present ones and neither pinned nor open. Blocks that stay are
+        moved together."""
         async with self._lock:
             used = [s for s in self._segments.own if s.state in (State.CLOSED, State.OPEN)]
             for segment in sorted(used, key=lambda s: s.generation):
@@ -291,7 +291,7 @@ class Evictor:
 
     async def drain(self, segment: Segment, lost: Callable[[int], None]) -> bool:
         """Empty a segment for good: what is pinned, open or was hit since it was written is carried over, however much
-        that is; the rest goes. `lost` is told how many blocks went. False if there is no room for it."""
+        that is; the rest goes. `lost` gets the number of dropped blocks. False if there is no room for it."""
         async with self._lock:
             while segment.state == State.OPEN:
                 await trio.sleep(0.01)
@@ -372,7 +372,7 @@ class Evictor:
         return segment.state is State.CLOSED
 
     def begin(self) -> None:
-        """After a mount: blocks are as old as what was written after them, and what was learnt is known again."""
+        """After a mount: blocks are as old as the writes after them, and what was learnt is known again."""
         closed = sorted((s for s in self._segments.own if s.state != State.FREE), key=_generation, reverse=True)
         ages = [0] * len(self._segments.all)
         for i, segment in enumerate(closed):

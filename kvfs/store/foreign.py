@@ -124,7 +124,7 @@ def foreign_slots(segments: Segments) -> Sequence[int]:
 
 class Tombstones:
     """Names of other nodes that were removed here. Their owners may be away, and would bring them back when they
-    return: whoever removed them says so again. One trio thread."""
+    return: the node that removed them says so again. One trio thread."""
 
     def __init__(self, index: Index, podmap: PodMap) -> None:
         self._index, self._map = index, podmap
@@ -138,7 +138,7 @@ class Tombstones:
         return sum(len(some) for some in self._by_slot.values())
 
     def take(self) -> None:
-        """Remember those of the last moment."""
+        """Remember the last moment's."""
         for found in self._map.tombstones():
             key = _TOMBSTONE_PREFIX + _TOMBSTONE_KEY.pack(found.key_low, found.key_high, found.slot)
             some = self._by_slot.setdefault(found.slot, {})
@@ -148,7 +148,7 @@ class Tombstones:
             self._index.meta_put(key, _TOMBSTONE_VALUE.pack(found.version))
 
     def tell(self, slot: int) -> None:
-        """Tell of those of one owner again."""
+        """Repeat one owner's."""
         self._map.tell_gone(list(self._by_slot.get(slot, {}).values()))
 
     def forget(self, slot: int) -> None:

@@ -1,8 +1,9 @@
 """Groups: files that are worth nothing without each other. Eviction takes all of a group or none of it.
 
-A file is in one group at most. Its extended attribute names the group; else its directory is the group, if it has the
-attribute or fits a rule of pool.toml. Else the first rule decides that its name's ending fits. Only the groups of the
-attribute are kept, by the index; all others follow from the names. Knows nothing of what is open, pinned or hot.
+A file is in one group at most. Its extended attribute names the group; otherwise its directory is the group, if it has
+the attribute or fits a rule of pool.toml. Without it the first rule decides that its name's ending fits. Only the
+groups of the attribute are kept, by the index; all others follow from the names. Knows nothing of open, pinned or hot
+files.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class Groups:
         ]  # fmt: skip
 
     async def of(self, numbers: Sequence[InodeNumber]) -> dict[InodeNumber, Group]:
-        """The groups of these files, by file: those of two files or more, wherever the others lie. Costs nothing while
-        there are no rules and nobody has set the attribute."""
+        """The groups of these files, by file: groups of two files or more, at any place. Costs nothing while there are
+        no rules and the attribute is unset."""
         found: dict[InodeNumber, Group] = {}
         if not (self._patterns or self._endings or self._index.groups_used):
             return found

@@ -1,4 +1,4 @@
-"""The verdict on a device, by its errors, its silences, and its times beside those of its peers.
+"""The verdict on a device, by its errors, its silences, and its times against its peers'.
 
 Pure: numbers and times in, verdicts out. device_service.py asks and acts.
 """
@@ -126,8 +126,8 @@ class Pace:
 
 
 def judge(paces: Mapping[int, Pace], slow: frozenset[int], now: float) -> dict[int, str | None]:
-    """After each take(): the devices whose verdict changes, each with the reason why it is slow; None: it is not any
-    more."""
+    """After each take(): the devices whose verdict changes, each with the reason why it is slow; None: it no longer
+    is."""
     changed: dict[int, str | None] = {}
     for device, pace in paces.items():
         worst, kind_of_worst, peers_ns = 0.0, "", 0.0

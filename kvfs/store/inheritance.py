@@ -1,9 +1,9 @@
 """A daemon's inheritance: the changes of names that a journal has above the index's last commit.
 
 Recovery takes them in after it knows each segment's life, and before it looks for blocks in headers. So names are as
-they were told, and a header that says something older changes nothing. An inode that the journal names last without a
-sealed content is not taken: the older block of its name stays. Sealed blocks without a name stay readable for whoever
-has them open. All of it may be done again.
+they were announced, and a header that says something older changes nothing. An inode that the journal names last
+without a sealed content is not taken: the older block of its name stays. Sealed blocks without a name stay readable for
+open handles. All of it may be done again.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Inheritance:
 
     @property
     def is_new(self) -> bool:
-        """Nobody has written to it: there was no daemon before this one under the mount."""
+        """No daemon has written to it: none was before this one under the mount."""
         return not self._journal.sequence and not self._journal.steps
 
     def _known(self, rebuild: bool) -> tuple[int, str | None]:
@@ -89,8 +89,8 @@ class Inheritance:
         )  # fmt: skip
 
     def follow(self, epoch: int, *, taken: bool) -> None:
-        """The index says from now on what it has of this journal in this mount. `taken`: all that it will ever take of
-        what the former mount left."""
+        """The index says from now on its part of this journal in this mount. `taken`: all that it will ever take of the
+        former mount's rest."""
         sequence = self._journal.sequence if taken or self.ignored else self._durable
         self._index.meta_put(META_JOURNAL, META_JOURNAL_VALUE.pack(self._journal.id, sequence, epoch))
         if taken:

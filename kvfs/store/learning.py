@@ -1,4 +1,4 @@
-"""Worths that are learnt from all uses: also from those of blocks that were evicted, which their ghosts tell of.
+"""Worths that are learnt from all uses: also from evicted blocks' uses, by their ghosts.
 
 A block's value is the best rate of uses that it may have, over all times for which it could be kept. It would be
 dropped at its next use: the index of Gittins (Bandit processes and dynamic allocation indices, 1979). The value

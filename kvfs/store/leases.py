@@ -5,11 +5,11 @@ eviction alone. A block that is deleted, replaced, damaged, or on a device that 
 blocks are kept is counted in the data plane (native/src/content/lease.c), one call for a frame. Here are
 the deadlines and the bounds. Leases are few enough that eviction always has something to take.
 
-All leases of a user together are at most as many as are left to others: half where nobody else has any. So however
+All leases of a user together are at most as many as are left to others: half where no other user has any. So however
 many users come, each finds some left. Root and the daemon's own user are bound as clients alone.
 
-In a pod a lease may also keep blocks of other nodes, which those keep by rules of their own. Here is when they are told
-that it has ended, and how many there may be.
+In a pod a lease may also keep blocks of other nodes, which those keep by their own rules. Here is when they get its
+end, and how many there may be.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Asking:
         self._kept, self._others = 0, list[Callable[[], None]]()
 
     def add(self, kept: int, release: Callable[[], None]) -> None:
-        """A node was asked, and keeps so many blocks. They are released with the lease."""
+        """A node was asked, and keeps a number of blocks. They are released with the lease."""
         if kept:
             self._kept += kept
             self._others.append(release)
@@ -172,8 +172,8 @@ class Leases:
 
     @contextmanager
     def ask_others(self, lessee: Lessee, number: int, milliseconds: int, count: int) -> Iterator[Asking]:
-        """Other nodes are asked for so many blocks, for a new lease or that of a number. Those asked for count against
-        the bounds; after that, those that are kept."""
+        """Other nodes are asked for a number of blocks, for a new lease or that of a number. Requested ones count
+        against the bounds; after that, kept ones."""
         lease = lessee.leases.get(number)
         full = lease is None and (number or self._is_full(lessee))
         blocks = 0 if full else min(count, self._block_room(lessee))

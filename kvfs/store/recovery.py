@@ -47,7 +47,7 @@ _VALUE = struct.Struct("<Q")
 
 
 async def scan(segments: Segments, plane: Plane, segment: Segment, first_page: int) -> list[bytes]:
-    """The records in the block headers from first_page on, each followed by those of its directories. All are of mounts
+    """The records in the block headers from first_page on, each followed by its directories' records. All are of mounts
     before this one."""
     found: list[bytes] = []
     page, end = first_page, segments.geometry.end_page
@@ -187,7 +187,7 @@ async def _admit_summary(segments: Segments, segment: Segment, admission: Admiss
 
 
 async def recount(index: LmdbIndex, segments: Segments) -> None:
-    """Count live pages anew from all records, those that no commit writes included."""
+    """Count live pages anew from all records, uncommitted ones included."""
     live = array("Q", bytes(8 * len(segments.all)))
     index.commit_now()
     for chunk in index.records(1 << 20):

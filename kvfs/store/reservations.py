@@ -1,4 +1,4 @@
-"""Reservations: places that native clients write blocks to themselves, and the blocks of those that they commit.
+"""Reservations: places that native clients write blocks to themselves, and their committed blocks.
 
 A reservation has a place (runs of the CLIENT stream), an inode number and a version. Until its commit nothing leads to
 it; then the block enters index and table in one step, as a seal's does. A reservation that is not committed in time, or
@@ -269,8 +269,8 @@ class Reservations:
         self, holder: Holder, items: Part, count: int, make_way: MakeWay, timeout_s: float = float("inf"),
         pause: Pause = trio.lowlevel.checkpoint,
     ) -> tuple[bytes, bool]:  # fmt: skip
-        """The answers to a COMMIT, whose items were checked: 0 for what entered or was superseded. And whether hosts
-        may know what had a name before.
+        """The answers to a COMMIT, whose items were checked: 0 for entered or superseded blocks. And whether hosts may
+        know what had a name before.
 
         When this returns a crash cannot lose a block that it said 0 for. timeout_s: for the wait for room in the table.
         """

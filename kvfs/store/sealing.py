@@ -1,4 +1,4 @@
-"""Writing blocks: seals of what is staged, spills of large files before that, copies for the evictor.
+"""Writing blocks: seals of staged files, spills of large files before that, copies for the evictor.
 
 One writing of an inode at a time. Its new place enters index, block table and accounts in one step, after data and
 header are on the devices. Renames and other changes made meanwhile are taken along.
@@ -76,7 +76,7 @@ class Sealing:
         return inode in self._busy
 
     def busy_of(self, inodes: Iterable[int]) -> set[int]:
-        """Those that are busy."""
+        """The busy ones."""
         return self._busy.keys() & inodes if self._busy else set()
 
     @asynccontextmanager
@@ -96,7 +96,7 @@ class Sealing:
     async def seal(self, inode: InodeNumber) -> Inode | None:
         """Make the staged content a block. Returns the new inode; None if nothing was dirty or the file is gone.
 
-        A nameless file is not sealed: nobody can open it again. Raises NoSpaceError, PlaneError; then it is still
+        A nameless file is not sealed: it cannot be opened again. Raises NoSpaceError, PlaneError; then it is still
         dirty.
         """
         async with self.turn(inode):
@@ -104,7 +104,7 @@ class Sealing:
             return None if seal is None else await self._finish(seal)
 
     async def seal_quietly(self, inode: InodeNumber) -> None:
-        """Nobody waits for it: if it fails, the bytes stay staged, and retry() tries again."""
+        """Without a waiter: if it fails, the bytes stay staged, and retry() tries again."""
         try:
             await self.seal(inode)
             self._reseal.discard(inode)
@@ -125,7 +125,7 @@ class Sealing:
             await next(iter(self._busy.values())).wait()
 
     def seal_soon(self, number: InodeNumber, done: Callable[[KvfsError | None], None]) -> None:
-        """As seal(), for who does not wait: `done` is told the end, perhaps before this returns. Most seals need no
+        """Like seal(), without a wait: reports through `done(error)`, possibly before returning. Most seals need no
         task: there is room, and the writes succeed."""
         if number in self._busy:
             self._tasks.start(self._seal_late, number, done)
@@ -342,7 +342,7 @@ class Sealing:
     # ---- spilling ----
 
     async def spill_quietly(self, inode: InodeNumber) -> None:
-        """Move what is staged of a large file to the devices before its seal. Nobody waits for it."""
+        """Move what is staged of a large file to the devices before its seal. Without a waiter."""
         try:
             async with self.turn(inode):
                 await self._spill(inode)
@@ -406,7 +406,7 @@ class Sealing:
         self._hold(number, self._extent_segments(number))
 
     def check_held(self) -> None:
-        """Files that were discarded hold nothing any more."""
+        """Drop all that discarded files hold."""
         for number in list(self._held):
             if number not in self._busy:
                 self._hold(number, self._extent_segments(number))

@@ -174,5 +174,5 @@ class Versions:
         self.in_flight.discard(version)
 
     def all_in_flight(self) -> list[int]:
-        """Those of the data plane included."""
+        """The data plane's included."""
         return [*self.in_flight, *self._names.in_flight()]

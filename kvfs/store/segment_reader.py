@@ -25,8 +25,7 @@ class SegmentReader:
         self, config: PoolConfig, members: Sequence[tuple[tuple[int, int], ...]], plane: Plane, epoch: int,
         on_impossible: Callable[[int, str], None],
     ) -> None:  # fmt: skip
-        """on_impossible: told of what lies on the devices under a valid checksum, and cannot have been written by a
-        kvfs."""
+        """on_impossible: called for structures under a valid checksum that no kvfs can have written."""
         self._config, self._geometry, self._members = config, config.geometry, members
         self._plane, self._epoch, self._on_impossible = plane, epoch, on_impossible
 

@@ -76,8 +76,8 @@ class Segments:
         self, config: PoolConfig, members: Sequence[tuple[tuple[int, int], ...]], plane: Plane, index: Index,
         epoch: int, on_impossible: Callable[[int, str], None] | None = None, slot: int = 0,
     ) -> None:  # fmt: skip
-        """`slot`: this node's, in a pod. `on_impossible`: told of what lies on the devices under a valid checksum, and
-        cannot have been written by a kvfs; by default a warning is logged."""
+        """`slot`: this node's, in a pod. `on_impossible`: called for structures under a valid checksum that no kvfs can
+        have written; by default a warning is logged."""
         self.config = config
         self.geometry: Geometry = config.geometry
         self.members = members
@@ -192,7 +192,7 @@ class Segments:
         self._free = deque(number for _, number in sorted(order))
 
     def free_count(self) -> int:
-        """Free segments, those that still rest included, unless for late writes: that can take long."""
+        """Free segments, resting ones included, unless for late writes: that can take long."""
         resting = sum(not self.all[number].avoided for number in self._resting)
         return len(self._free) + resting + len(self._ready) - self._late_count()
 
@@ -267,7 +267,7 @@ class Segments:
 
     @step
     def take_notes(self) -> None:
-        """Take in what the data plane did to segments since the last time."""
+        """Take in the data plane's changes to segments since the last time."""
         led = False
         for number, notes in self.names.noted():
             segment, gone = self.all[number], bool(notes & Note.GONE)
@@ -341,7 +341,7 @@ class Segments:
 
     @step
     def account(self, before: Inode | None, after: Inode | None) -> None:
-        """A block came, went or moved: live pages follow, and what has nothing live any more becomes free."""
+        """A block came, went or moved: live pages follow, and a segment without live pages becomes free."""
         if after is not None:
             for number, pages in usage(after).items():
                 segment = self.all[number]
@@ -374,7 +374,7 @@ class Segments:
         self.mark_dirty(segment, gone=True)
 
     def mark_dirty(self, segment: Segment, *, gone: bool) -> None:
-        """Its summary must be written again; `gone`: because something that it names is there no more, or elsewhere."""
+        """Its summary must be written again; `gone`: because something that it names is gone, or elsewhere."""
         if not segment.dirty:
             segment.dirty = True
             self._changed.add(segment.index)
@@ -474,7 +474,7 @@ class Segments:
 
     @step
     def give_back(self, segment: Segment, generation: int) -> None:
-        """The slab that took it is no more. Blocks may lie there by now."""
+        """Free it: its slab is gone. Blocks may lie there by now."""
         if segment.state != State.CLOSED or segment.generation != generation or not segment.held:
             return  # its device was away, or another's: it has a new life
         segment.held -= 1
@@ -535,7 +535,7 @@ class Segments:
         await settled.wait()
 
     async def tombstone(self, runs: Iterable[Run]) -> None:
-        """Writes to these runs failed: put something there that a scan can step over, and append no more behind it."""
+        """Writes to these runs failed: put something there that a scan can step over, and append nothing behind it."""
         for run in runs:
             self.retire(self.all[run.segment])
             try:
@@ -545,7 +545,7 @@ class Segments:
 
     @step
     def retire(self, segment: Segment) -> None:
-        """Append no more to it; it is closed when its last run is."""
+        """Retire it: nothing is appended, and it closes when its last run does."""
         self.take_notes()
         if segment in self._ready:
             self._ready.remove(segment)
@@ -605,7 +605,7 @@ class Segments:
         return segment
 
     async def make_room(self, head: Head, pages: int) -> None:
-        """Let the data plane append so many pages. NoSpaceError, DeviceError."""
+        """Let the data plane append a number of pages. NoSpaceError, DeviceError."""
         async with head.lock:
             self._hold(head)
             try:
@@ -717,14 +717,14 @@ class Segments:
     # ---- summaries ----
 
     def renamed(self, segment: Segment, *, gone: bool) -> None:
-        """One of its blocks has another name or other attributes, or has no name any more: then it is `gone`."""
+        """One of its blocks has another name or other attributes, or has lost its name: then it is `gone`."""
         segment.batch, segment.turn = self._index.pending_batch, self._turn
         self.mark_dirty(segment, gone=gone)
         # Before the first summary no slot has the old name.
         segment.copy_stale |= segment.summarized or segment.writing
 
     async def flush_summaries(self, *, all_dirty: bool = True) -> None:
-        """Write the summaries that are not true any more, then release the segments freed before to be opened again.
+        """Write the stale summaries, then release the segments freed before to be opened again.
 
         Without `all_dirty` only the freed segments' own are written. But all have their turn where a block came to a
         freed segment, or was renamed there, since the last turn began. Such a block may have had the name of another
@@ -732,7 +732,7 @@ class Segments:
 
         A freed segment has to wait for the index if a block in it was younger than the last commit. Such a block may
         have taken the name of an older one, and the index does not know yet that the older one is gone. Unless the
-        index is distrusted: after a crash nobody asks it.
+        index is distrusted: after a crash it is not asked.
         """
         async with self._flush_lock:
             self.take_notes()
@@ -845,7 +845,7 @@ class Segments:
         return b"".join(parts), count
 
     async def mark_overtaken(self) -> None:
-        """After a crash: have the summaries written again that are newer than what the index knows.
+        """After a crash: have the summaries written again that are newer than the index.
 
         They leave out what had gone by then, and the crash undid some of that: an eviction, a removal, a carry-over.
         """
@@ -868,7 +868,7 @@ class Segments:
         self.retire_open()
 
     def retire_open(self) -> None:
-        """Append no more to any open segment."""
+        """Retire all open segments."""
         for segment in (*self._ready, *self._appended()):
             self.retire(segment)
 

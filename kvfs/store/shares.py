@@ -3,8 +3,8 @@ Eviction leaves all of these alone. And the part of the names that it leaves alo
 
 The data plane counts what is open (content/shares.c), and may let go of it beyond the share; holdings that are counted
 here come first. Pins beyond the share hold no longer; reservations and slabs beyond it are refused. Files being
-written, which the data plane counts too, may be more, as long as a share of room is left to others. Root and the
-daemon's own user may hold all. A guest is one user, whatever users it has.
+written, which the data plane counts too, may be more, while a share of room is left to others. Root and the daemon's
+own user may hold all. A guest is one user, whatever users it has.
 
 Memory of files being written has shares of the same part (content/staging.c). A user beyond the share leaves one share
 to others, and has files spilled.
@@ -50,7 +50,7 @@ class UserStatistics:
 
 class Shares:
     def __init__(self, plane: Plane, part: float, exempt: int) -> None:
-        """`part`: the share of one user, as a part of what the pool can hold."""
+        """`part`: the share of one user, as a part of the pool's room."""
         self._plane, self._part, self._exempt = plane, part, exempt
         self._held: dict[str, Counter[int]] = {kind: Counter() for kind in _KINDS}
         self._changed: set[int] = set()
@@ -84,7 +84,7 @@ class Shares:
         return self._held[kind][user]
 
     def add(self, kind: str, user: int, size: int) -> None:
-        """The user holds so much more, or less."""
+        """Change the user's amount."""
         held = self._held[kind]
         held[user] = max(0, held[user] + size)
         if not held[user]:
@@ -108,7 +108,7 @@ class Shares:
         return self.is_exempt(user) or self.held(user) + size <= self.size
 
     def check(self, user: int, size: int, what: str) -> None:
-        """ShareError unless the user may hold so much more."""
+        """ShareError unless the user may hold this much more."""
         if not self.has_room(user, size):
             parts = ", ".join(f"{told_size(held[user])} {kind}" for kind, held in self._held.items())
             raise ShareError(

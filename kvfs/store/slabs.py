@@ -1,9 +1,8 @@
 """Slabs: files that are preallocated and overwritten in place. Their segments and their quota.
 
-A slab has whole segments of the SLAB stream to itself for as long as its inode is open. The data plane reads and writes
-them (native/src/content/). Nothing of it is in the index on disk: after a restart its segments are empty. A slab that
-was closed without ever having been overwritten becomes an ordinary file: its pages stay where they are, and get a
-header.
+A slab has whole segments of the SLAB stream to itself while its inode is open. The data plane reads and writes them
+(native/src/content/). Nothing of it is in the index on disk: after a restart its segments are empty. A slab that was
+closed without ever having been overwritten becomes an ordinary file: its pages stay where they are, and get a header.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ class Slabs:
         """Make an empty file that is being written a slab of at least `size` bytes, or a slab larger.
 
         `chosen`: by its owner; it goes with its last descriptor, used or not. NoSpaceError beyond the quota, or if no
-        segments are free; InvalidArgumentError if nobody has the file open for writing; BusyError if it has content.
+        segments are free; InvalidArgumentError if the file is not open for writing; BusyError if it has content.
         """
         async with self._lock:
             await self._make(number, size, chosen)
@@ -245,7 +244,7 @@ class Slabs:
         await self.make(number, size, chosen=True)
 
     async def resize(self, number: InodeNumber, size: int) -> bool:
-        """ftruncate of a slab. The slab keeps all its room. False if it is none any more, as preallocate()."""
+        """ftruncate of a slab. The slab keeps all its room. False if it no longer is one, as preallocate()."""
         return await self._alone(number, lambda: self._resize(number, size))
 
     async def _resize(self, number: InodeNumber, size: int) -> bool:
@@ -266,7 +265,7 @@ class Slabs:
     # ---- the end of one ----
 
     async def closed(self, number: InodeNumber, goes: bool) -> None:
-        """Nobody writes the slab any more (KVFS_EVENT_SLAB_CLOSED); if it `goes`, nobody has it open."""
+        """The slab has lost its last writer (KVFS_EVENT_SLAB_CLOSED); if it `goes`, it is closed."""
         if not goes:
             try:
                 await self._plane.slab_to_file(number)
@@ -295,8 +294,7 @@ class Slabs:
             self._plane.inode_update(inode.pack())
 
     def freed(self, number: InodeNumber, first: int) -> None:
-        """Nothing of the slab that began with segment `first` is under way any more (KVFS_EVENT_SLAB_FREE). Runs in one
-        step."""
+        """Nothing of the slab that began with segment `first` is under way (KVFS_EVENT_SLAB_FREE). Runs in one step."""
         slab = self._ended.pop(first, None)
         if slab is None and (current := self._slabs.get(number)) is not None and current.first == first:
             slab = self._slabs.pop(number)
@@ -312,7 +310,7 @@ class Slabs:
             self._shares.add(SLABS, slab.user, -self._segment_size)
 
     def close(self) -> None:
-        """The store closes: nobody reads or writes any more."""
+        """The store closes: reads and writes have ended."""
         for slab in [*self._ended.values(), *self._slabs.values()]:
             self.freed(slab.inode, slab.first)
 
@@ -327,7 +325,7 @@ class Slabs:
         )  # fmt: skip
 
     def fail(self, numbers: Iterable[int]) -> None:
-        """A device is away: its slabs answer EIO from now on. Without checksums nobody could tell what it lost."""
+        """A device is away: its slabs answer EIO from now on. Without checksums its losses cannot be told."""
         for number in self.on_segments(numbers):
             self._slabs[number].failed = True
             log.error("inode %d: a device that its slab lies on is away: it says EIO until it is closed", number)

@@ -20,8 +20,8 @@ class Tasks:
         self._nursery, self._plane = nursery, plane
 
     def start(self, task: Callable[[*Arguments], Awaitable[None]], *arguments: *Arguments) -> None:
-        """Run the task in the background. If it fails the store ends at once, as after a crash. Nothing more is
-        written, as nobody knows what is true any more."""
+        """Run the task in the background. If it fails the store ends at once, as after a crash. Writing ends: the state
+        is unknown."""
 
         async def run() -> None:
             try:

@@ -128,7 +128,7 @@ def _memory_type(value: str, text: str) -> int:
 
 
 def parse_exports(texts: Sequence[str]) -> tuple[Export, ...]:
-    """All --virtiofs of a command line, each with a socket of its own."""
+    """All --virtiofs of a command line, each with its own socket."""
     exports = tuple(parse_export(text) for text in texts)
     if len(exports) > EXPORTS_MAX:
         raise UsageError(f"--virtiofs: {len(exports)} times; at most {EXPORTS_MAX} are possible")
@@ -259,7 +259,7 @@ class Exports:
 
     def stop(self) -> None:
         """Ask for the end of all exports: requests of front ends that are under way are answered first. Front ends that
-        connect again find nobody."""
+        connect again find no listener."""
         for served in self._served:
             _take_away(served)
             if served.transport is not None:

@@ -191,7 +191,7 @@ class Queue:
 
     @property
     def started(self) -> bool:
-        """Whether somebody owes answers."""
+        """Whether answers are owed."""
         kick = self.messages.get(SET_VRING_KICK)
         return bool(self.size and SET_VRING_ADDR in self.messages and kick is not None and kick.fds)
 
