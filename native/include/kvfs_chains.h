@@ -3,7 +3,8 @@
  * A block is worth little without the one before it in its prefix, its parent. So those behind a block that goes are marked as orphans, each until its
  * next use. A ghost is the memory of an evicted block: of its uses, from which eviction learns what it threw away, and of those behind it.
  *
- * Blocks are known by their slots in the block table. One thread at a time changes chains; marks are read and taken away by any. */
+ * Blocks are known by their slots in the block table. One thread at a time changes chains; marks are read and taken away by any. Functions that C alone
+ * calls: content/chains.h. */
 #ifndef KVFS_CHAINS_H
 #define KVFS_CHAINS_H
 
@@ -24,15 +25,11 @@ struct kvfs_chains_statistics {
 int kvfs_chains_create(uint32_t slots, uint32_t ghosts, struct kvfs_chains **out);
 void kvfs_chains_destroy(struct kvfs_chains *chains);
 
-/* The slot is another block's from now on. */
-void kvfs_chains_clear(struct kvfs_chains *chains, uint32_t slot);
 /* The slot's block has this key, not 0. 1: the key had a ghost, whose use is in *use; those behind that follow the block. 0: it had none. */
 int kvfs_chains_enter(struct kvfs_chains *chains, uint32_t slot, uint64_t key, uint32_t *use);
 /* The block in `slot` comes behind the one in `parent`; UINT32_MAX: behind none. It is no orphan any more. Behind one block 65,536 are known at most:
  * of those that come later the parent is not. */
 void kvfs_chains_follow(struct kvfs_chains *chains, uint32_t slot, uint32_t parent);
-/* The same block has another slot now. */
-void kvfs_chains_move(struct kvfs_chains *chains, uint32_t from, uint32_t to);
 /* A block is there no more, and those behind it are orphans. evicted: it leaves a ghost with this key and use; else it is forgotten. */
 void kvfs_chains_leave(struct kvfs_chains *chains, uint32_t slot, uint64_t key, uint32_t use, int evicted);
 
@@ -40,12 +37,7 @@ void kvfs_chains_leave(struct kvfs_chains *chains, uint32_t slot, uint64_t key, 
 const uint64_t *kvfs_chains_orphans(const struct kvfs_chains *chains);
 /* The block was used: it is no orphan. Any thread. */
 void kvfs_chains_used(struct kvfs_chains *chains, uint32_t slot);
-/* The slot of a block's parent, or UINT32_MAX: it is not known, or not there. Any thread; others may change it meanwhile. */
-uint32_t kvfs_chains_parent(const struct kvfs_chains *chains, uint32_t slot);
-/* Keep so many ghosts from now on, one at least; never more than at creation. */
-void kvfs_chains_limit(struct kvfs_chains *chains, uint32_t ghosts);
 /* Uses of ghosts from *at on, up to `capacity`; returns how many, 0 at the end. *at begins with 0. Any thread. */
 uint32_t kvfs_chains_ghosts(const struct kvfs_chains *chains, uint32_t *at, uint32_t *uses, uint32_t capacity);
-void kvfs_chains_statistics(const struct kvfs_chains *chains, struct kvfs_chains_statistics *out);
 
 #endif

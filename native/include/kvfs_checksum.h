@@ -1,17 +1,9 @@
-/* Checksums: xxh3 seeded with the pool's secret. */
+/* Checksums: xxh3 seeded with the pool's secret. Those of leaves and names: block/checksum.h. */
 #ifndef KVFS_CHECKSUM_H
 #define KVFS_CHECKSUM_H
 
 #include <stdint.h>
 
 uint64_t kvfs_checksum(const void *data, uint64_t size, uint64_t secret);
-/* Leaf checksums (xxh3-64) of `size` bytes, one per 4096. The last leaf may be short and is summed over its real bytes
- * only. */
-void kvfs_leaf_checksums(const void *data, uint64_t size, uint64_t secret, uint64_t *out);
-/* 0, or the 1-based index of the first leaf that differs. */
-uint64_t kvfs_leaf_verify(const void *data, uint64_t size, uint64_t secret, const uint64_t *expected);
-/* The same by the portable reference, for tests: bit-identical. */
-void kvfs_leaf_checksums_reference(const void *data, uint64_t size, uint64_t secret, uint64_t *out);
-void kvfs_name_key(uint64_t parent, const char *name, uint32_t name_size, uint64_t secret, uint64_t *low, uint64_t *high);
 
 #endif

@@ -220,10 +220,6 @@ void kvfs_journal_free(const void *entries);
 int kvfs_names_journal(struct kvfs_names *names, int fd);
 /* The steps of this thread are for this request of a transport, by its `unique` without bit 63; 0: for none. */
 void kvfs_names_request(uint64_t transport, uint64_t unique);
-/* 1: the journal was attached with changes of this request, which was not answered since. */
-int kvfs_names_was_asked(struct kvfs_names *names, uint64_t transport, uint64_t unique);
-/* The answer to the request is written: its entries may go. */
-void kvfs_names_answered(struct kvfs_names *names, uint64_t transport, uint64_t unique);
 /* No request of the former daemon is sent again any more. */
 void kvfs_names_journal_settled(struct kvfs_names *names);
 /* Of the commit that begins in this step: *id of the journal, *sequence of the last change that it has. 0: there is no journal. */

@@ -191,8 +191,6 @@ struct kvfs_completion {
 int kvfs_event_fd(struct kvfs_plane *plane);
 int kvfs_take_events(struct kvfs_plane *plane, struct kvfs_event *out, uint32_t count);
 int kvfs_take_completions(struct kvfs_plane *plane, struct kvfs_completion *out, uint32_t count);
-/* Blocks until a completion is there or timeout_ms is over; for tools without an event loop. Returns the count taken. */
-int kvfs_wait_completions(struct kvfs_plane *plane, struct kvfs_completion *out, uint32_t count, uint32_t timeout_ms);
 
 /* ---- transports and the session ---- */
 
@@ -220,7 +218,6 @@ int kvfs_take_calls(struct kvfs_plane *plane, struct kvfs_call *out, uint32_t co
 void kvfs_answer(struct kvfs_plane *plane, uint64_t id, int error, uint64_t inode);
 /* Serve this mounted /dev/fuse descriptor (taken over). */
 int kvfs_fuse_add(struct kvfs_plane *plane, int fd);
-int kvfs_transport_count(struct kvfs_plane *plane);
 
 /* ---- a mount that outlives this process: another one keeps its descriptors for the next daemon ---- */
 
@@ -472,8 +469,6 @@ int kvfs_file_truncate(struct kvfs_plane *plane, uint64_t inode, uint64_t size);
 /* The same for fallocate(2), which makes a file no smaller, and asks for its room: -ENOSPC, or the error of kvfs_set_space. */
 int kvfs_file_allocate(struct kvfs_plane *plane, uint64_t inode, uint64_t size);
 int kvfs_file_set_mtime(struct kvfs_plane *plane, uint64_t inode, int64_t mtime_ns);
-/* Forget the staged bytes of an inode that nobody will seal (unlinked and closed). */
-int kvfs_file_discard(struct kvfs_plane *plane, uint64_t inode);
 
 /* ---- slabs: files that are overwritten in place, in whole segments ---- */
 

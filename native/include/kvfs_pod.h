@@ -3,7 +3,8 @@
  * The map is a memfd, sealed against future writable mappings and created at its largest size. Any number of readers in any process take no lock and
  * write nothing. Writers are threads of the daemon; a mutex inside orders them. A look-up asks the block table first, then the map.
  * Keys are the block table's: kvfs_name_key(parent, name) under the pool's secret, and low 1 where both halves are zero.
- * Layout and protocol: pod/pod_layout.h. Bytes of a batch of news: struct kvfs_pod_batch and what follows it, below.
+ * Functions that C alone calls: pod/pod.h. Layout and protocol: pod/pod_layout.h.
+ * Bytes of a batch of news: struct kvfs_pod_batch and what follows it, below.
  *
  * Rules of versions. `here` is applied if its version is higher than the entry's. Of equal versions the segment of the higher generation counts, then
  * the higher page. `gone` is applied if its version is not lower; it is remembered for a while, so that late news of lower versions is refused.
@@ -101,22 +102,8 @@ struct kvfs_pod_statistics {
     uint64_t versions_unknown; /* batches of a newer kvfs */
 };
 
-/* Writer side: the daemon. 0 or -errno (-EINVAL: a field of config is out of its limits). */
-int kvfs_pod_create(const struct kvfs_pod_config *config, struct kvfs_pod **out);
-void kvfs_pod_destroy(struct kvfs_pod *pod); /* a created one, or NULL */
+/* A map that C made (kvfs_pod_create()). */
 int kvfs_pod_fd(const struct kvfs_pod *pod); /* owned by the map; safe to pass read-only */
-/* Reader side: another process. Maps read-only; checks seals, magic, version, sizes, checksum: -EBADMSG. */
-int kvfs_pod_attach(int fd, uint64_t secret, struct kvfs_pod **out);
-void kvfs_pod_detach(struct kvfs_pod *pod); /* an attached one, or NULL */
-
-/* 0, -ENOENT, or -EAGAIN: a bounded number of retries was not enough, so ask again. Any thread, any process; never blocks. An entry that stays is
- * never missed, whatever the writer does beside it. The result is a place to look at, to be proved by what is read there. *out counts
- * with 0 alone. */
-int kvfs_pod_find(const struct kvfs_pod *pod, uint64_t key_low, uint64_t key_high, struct kvfs_pod_found *out);
-int kvfs_pod_find_name(const struct kvfs_pod *pod, uint64_t parent, const char *name, uint32_t name_size, struct kvfs_pod_found *out);
-/* Until then (CLOCK_MONOTONIC, ns) entries of this segment are not found: its device fails for a reason that stays. 0 ends it. Any thread. In a
- * process that attached, for itself alone and for at most 64 segments at once. */
-void kvfs_pod_avoid(struct kvfs_pod *pod, uint32_t segment, uint64_t until_ns);
 /* A device is back: no segment is avoided any more. By the writer. */
 void kvfs_pod_avoid_none(struct kvfs_pod *pod);
 /* The slot of the node that owns the segment. */
@@ -124,16 +111,6 @@ uint32_t kvfs_pod_owner(const struct kvfs_pod *pod, uint32_t segment);
 
 /* ---- single records: any thread of the daemon; each takes the mutex for under a microsecond ---- */
 
-/* 0: applied, or known already. -ESTALE: an entry, a `gone` or the segment has something newer. -EPERM: the segment is of another slot than
- * entry->slot, or of this node. -EINVAL: place or shape cannot be. -ENOSPC: no room. -EAGAIN: its segment waits for the sweep. */
-int kvfs_pod_put(struct kvfs_pod *pod, const struct kvfs_pod_entry *entry);
-/* `gone`: 0, or -ESTALE if the entry has a higher version. Also for a name of this node that comes over an entry. Change the block table first; then,
- * if kvfs_pod_version() is not 0, call this with the name's version. -ESTALE: this node's name is the one that loses. */
-int kvfs_pod_remove(struct kvfs_pod *pod, uint64_t key_low, uint64_t key_high, uint64_t version);
-/* The entry goes if it still has this place: a read there failed its proofs. 0, or -ENOENT. The owner's repeat may bring it again. */
-int kvfs_pod_forget(struct kvfs_pod *pod, uint64_t key_low, uint64_t key_high, uint32_t segment, uint32_t page);
-/* Version of the entry, or 0: there is none. */
-uint64_t kvfs_pod_version(struct kvfs_pod *pod, uint64_t key_low, uint64_t key_high);
 /* A segment's life: this generation is there, or has ended. All entries of earlier lives are dead by one store. 0; -ESTALE: a later one is known;
  * -EINVAL; -EAGAIN: a new life waits for the sweep, which kvfs_pod_sweep() brings forward. */
 int kvfs_pod_life(struct kvfs_pod *pod, uint32_t segment, uint64_t generation, int ended);
@@ -243,16 +220,6 @@ struct kvfs_pod_applied {
     uint32_t unsure;         /* keys that the block table could not answer for (-EAGAIN): a conflict may hide there */
 };
 
-/* Check a batch, and copy out its head. 0; -EBADMSG: magic, sizes or checksum; -EPROTONOSUPPORT: version of a newer kvfs. Any thread. */
-int kvfs_pod_batch_check(const void *batch, uint64_t size, uint64_t secret, struct kvfs_pod_batch *out);
-/* Check a batch and apply it. conflicts and hits have room for KVFS_POD_BATCH_RECORDS_MAX each. table may be NULL: no conflicts and no hits.
- * Besides errors of the check: -EPERM: it is not of expected_slot; -EINVAL: expected_slot is this node's, or not below nodes; -ENOMEM. After an error
- * nothing has been applied. Numbers are the caller's to check, by kvfs_pod_batch_check(): batches twice are harmless, gaps are not noticed here.
- * Any thread of the daemon; takes the mutex for some 32 records at a time. The map is changed first, then the table is asked. So whoever changes the
- * table first, and then calls kvfs_pod_remove() with its version, is never hidden nor resurrected by an older record. */
-int kvfs_pod_apply(struct kvfs_pod *pod, uint32_t expected_slot, const void *batch, uint64_t size, const struct kvfs_table *table,
-                   struct kvfs_pod_conflict *conflicts, struct kvfs_pod_hit *hits, struct kvfs_pod_applied *out);
-
 /* ---- news: what changed on this node, until it is published ---- */
 
 struct kvfs_news;
@@ -312,23 +279,13 @@ struct kvfs_news_statistics {
     uint64_t wakes;
 };
 
-int kvfs_news_create(const struct kvfs_news_config *config, struct kvfs_news **out); /* 0, -EINVAL, -ENOMEM, -errno */
-void kvfs_news_destroy(struct kvfs_news *news);
 /* An eventfd, owned by the queue: readable when something is due earlier than the last take said, or a batch is full. take() empties it. */
 int kvfs_news_fd(const struct kvfs_news *news);
-/* Any thread of the daemon, within the step that changes the block table. Never blocks for longer than another add. No room: counted as lost. */
-void kvfs_news_add(struct kvfs_news *news, const struct kvfs_news_item *item);
-/* Wait, 2 s at most, until the queue of adds is half empty: for who adds much that can wait. Outside of steps. 0 or -ETIMEDOUT. */
-int kvfs_news_pace(const struct kvfs_news *news);
 /* A segment's life has ended, or (not ended) a generation begins, of which nothing need be told yet. Any thread. */
 void kvfs_news_life(struct kvfs_news *news, uint32_t segment, uint64_t generation, int ended);
 /* Pack what is due at now_ns into one batch. Returns its size, 0: nothing is due, or -ENOSPC: capacity is below KVFS_POD_BATCH_SIZE_MAX.
  * Call again until 0; then wait until next_due_ns or for the eventfd. One thread at a time. */
 int64_t kvfs_news_take(struct kvfs_news *news, uint64_t now_ns, void *out, uint64_t capacity, struct kvfs_news_taken *taken);
-/* Pack a batch of what the table has, as `here` and `directory here`: an owner repeats everything. *slot is 0 to begin with, and belongs to the
- * repeat. Returns as take does; 0: that was all. Later changes are in the queue, so take from it afterwards or in between. Without KEYED. */
-int64_t kvfs_news_repeat(struct kvfs_news *news, const struct kvfs_table *table, uint64_t *slot, void *out, uint64_t capacity,
-                         struct kvfs_news_taken *taken);
 /* All that was added before this call, hidden names aside, is due now. Any thread; wakes the eventfd. */
 void kvfs_news_flush(struct kvfs_news *news);
 void kvfs_news_statistics(struct kvfs_news *news, struct kvfs_news_statistics *out);

@@ -354,10 +354,6 @@ int kvfs_take_completions(struct kvfs_plane *plane, struct kvfs_completion *out,
     return handed(plane, events_take_completions(&plane->events, out, count));
 }
 
-int kvfs_wait_completions(struct kvfs_plane *plane, struct kvfs_completion *out, uint32_t count, uint32_t timeout_ms) {
-    return events_wait_completions(&plane->events, out, count, timeout_ms);
-}
-
 int kvfs_device_message(struct kvfs_plane *plane, uint32_t device, char *out, uint32_t capacity) {
     return nvme_device_message(&plane->array, device, out, capacity);
 }

@@ -143,10 +143,11 @@ static void bench_find(const struct kvfs_pod *pod, uint64_t blocks, const char *
         start = now();
         for (int i = 0; i < LOOKUPS; i++) {
             char text[32] = "0123456789abcdef0123456789abcdef";
-            uint64_t number = random64();
+            uint64_t number = random64(), low, high;
 
             memcpy(text, &number, sizeof(number));
-            if (kvfs_pod_find_name(pod, 7, text, sizeof(text), &found) != -ENOENT)
+            kvfs_name_key(7, text, sizeof(text), 42, &low, &high);
+            if (kvfs_pod_find(pod, low, high, &found) != -ENOENT)
                 fail("miss by name");
         }
         name = now() - start;

@@ -7,8 +7,8 @@
 #include <string.h>
 #include <time.h>
 
-#include "kvfs_checksum.h"
-#include "kvfs_table.h"
+#include "block/checksum.h"
+#include "block/table.h"
 
 #define SECRET 0x9e3779b97f4a7c15ULL
 #define LOOKUPS 2000000

@@ -5,7 +5,7 @@
 #include <stdlib.h>
 
 #include "check.h"
-#include "kvfs_chains.h"
+#include "content/chains.h"
 #include "kvfs_worth.h"
 
 #define BLOCKS 1000000u

@@ -16,6 +16,7 @@
 #include <unistd.h>
 
 #include "check.h"
+#include "completions.h"
 
 #define MEMORY ((uint64_t)1 << 20)
 #define GUEST 0x10000ull
@@ -73,7 +74,7 @@ static size_t make_record(uint8_t *out, uint64_t inode, const char *name, size_t
 
 static int64_t completion(void) {
     struct kvfs_completion done;
-    CHECK(kvfs_wait_completions(plane, &done, 1, 60000) == 1);
+    CHECK(wait_completion(plane, &done, 60000));
     return done.result;
 }
 

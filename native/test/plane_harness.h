@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include "check.h"
+#include "completions.h"
 
 #define DEVICES 4
 #define ZONE ((uint64_t)16 << 20)
@@ -95,7 +96,7 @@ static struct kvfs_call forwarded_call(uint32_t opcode) {
 
 static int64_t completion(void) {
     struct kvfs_completion done;
-    CHECK(kvfs_wait_completions(plane, &done, 1, 20000) == 1);
+    CHECK(wait_completion(plane, &done, 20000));
     return done.result;
 }
 

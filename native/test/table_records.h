@@ -5,7 +5,7 @@
 #include <string.h>
 
 #include "check.h"
-#include "kvfs_table.h"
+#include "block/table.h"
 
 static inline struct kvfs_record record_of(uint64_t inode, uint64_t parent, uint64_t version) {
     uint64_t seed = inode * 0x9e3779b97f4a7c15ULL + version * 0xc2b2ae3d27d4eb4fULL + parent;

@@ -10,8 +10,8 @@
 #include <unistd.h>
 
 #include "check.h"
-#include "kvfs_checksum.h"
-#include "kvfs_table.h"
+#include "block/checksum.h"
+#include "block/table.h"
 #include "table_records.h"
 
 #define SECRET 0x0123456789abcdefULL

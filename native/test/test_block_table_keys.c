@@ -4,7 +4,7 @@
 #include <string.h>
 
 #include "check.h"
-#include "kvfs_checksum.h"
+#include "block/checksum.h"
 #include "table_records.h"
 
 uint64_t kvfs_checksum(const void *data, uint64_t size, uint64_t secret) { return *(const unsigned char *)data + size + secret; }

@@ -1,6 +1,6 @@
 /* sources: content/chains.c */
 /* Chains and ghosts against a model of arrays: parents, marks, and ghosts in the order in which they are forgotten. Circles end. */
-#include "kvfs_chains.h"
+#include "content/chains.h"
 
 #include <stdbool.h>
 #include <string.h>

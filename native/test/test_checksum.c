@@ -5,7 +5,7 @@
 #include "block/checksum_leaf.h"
 
 #include "check.h"
-#include "kvfs_checksum.h"
+#include "block/checksum.h"
 
 #define SECRET 0x9e3779b97f4a7c15ULL
 #define PATTERN_SIZE 20000

@@ -420,55 +420,6 @@ static void test_news_arrive_as_they_were_told(void) {
     kvfs_pod_destroy(pod);
 }
 
-/* A follower that knows nothing hears all of it: sealed blocks with a name, and directories. */
-static void test_an_owner_repeats_all_that_its_table_has(void) {
-    struct kvfs_news_config config = {.bytes_max = 1 << 20, .secret = SECRET, .start = 4, .slot = SLOT};
-    struct kvfs_news *news;
-    struct kvfs_news_taken taken;
-    struct kvfs_pod_found found;
-    struct kvfs_table *table;
-    uint64_t slot = 0, number = 0;
-    int64_t size;
-
-    create(10000);
-    CHECK(kvfs_news_create(&config, &news) == 0 && kvfs_table_create(10000, SECRET, 1, &table) == 0);
-    for (uint64_t key = 0; key < 5000; key++) {
-        struct kvfs_record record = {.inode = 2 + key, .parent = 7, .version = 10 + key, .nlink = 1, .kind = KVFS_KIND_FILE, .mode = 0100600};
-        char name[32];
-
-        if (key % 4 == 0) {
-            record.kind = KVFS_KIND_DIRECTORY;
-            record.mode = 0040700;
-        } else if (key % 4 == 1) {
-            record.flags = KVFS_INODE_SEALED;
-            record.generation = 100;
-            record.size = 4096;
-            record.segment = 4 + (uint32_t)key % 4;
-            record.page = 1 + (uint32_t)key % 4000;
-            record.header_pages = 1;
-        } else if (key % 4 == 2) {
-            record.kind = KVFS_KIND_SYMLINK;
-        } /* else it is being written */
-        CHECK(kvfs_table_put(table, &record, name, (uint32_t)sprintf(name, "name-%lu", key), 0) == 0);
-    }
-    for (uint64_t key = 1; key < 1000; key += 4) /* without a name, or gone */
-        CHECK(kvfs_table_remove(table, 2 + key, key % 8 == 1) == 0);
-    while ((size = kvfs_news_repeat(news, table, &slot, bytes, KVFS_POD_BATCH_SIZE_MAX, &taken)) > 0) {
-        CHECK(taken.number == number && apply((uint64_t)size, NULL) == 0 && applied.applied == taken.record_count);
-        CHECK(applied.version_max == taken.version_max);
-        number += taken.record_count;
-    }
-    CHECK(size == 0 && number == 2500 - 250);
-    for (uint64_t key = 0; key < 5000; key++) {
-        int r = find(key, &found);
-        CHECK(r == (key % 4 == 0 || (key % 4 == 1 && key >= 1000) ? 0 : -ENOENT));
-        CHECK(r || (key % 4 == 0 ? found.directory && found.mode == 0040700 : found.page == 1 + key % 4000 && found.generation == 100));
-    }
-    kvfs_table_destroy(table);
-    kvfs_news_destroy(news);
-    kvfs_pod_destroy(pod);
-}
-
 /* ---- damage ---- */
 
 static uint64_t make_large(uint64_t *state, uint64_t generation) {
@@ -791,7 +742,6 @@ int main(void) {
     RUN(test_directories_whose_holders_are_not_known_go_with_a_repeat);
     RUN(test_a_model_of_directories_agrees);
     RUN(test_news_arrive_as_they_were_told);
-    RUN(test_an_owner_repeats_all_that_its_table_has);
     RUN(test_every_flipped_byte_is_refused);
     RUN(test_signed_nonsense_does_no_harm);
     RUN(test_readers_miss_nothing_that_stays);

@@ -135,10 +135,6 @@ static void test_an_entry_is_found_as_it_was_put(void) {
     CHECK(find(pod, 1, &found) == 0 && is(&found, &entry) && find(attached, 1, &found) == 0 && is(&found, &entry));
     CHECK(find(attached, 2, &found) == 0 && is(&found, &directory));
     CHECK(find(attached, 3, &found) == -ENOENT && version_of(pod, 1) == 10 && version_of(pod, 2) == 11 && version_of(pod, 3) == 0);
-    /* By name it is the block table's key. */
-    kvfs_name_key(9, "name", 4, SECRET, &entry.key_low, &entry.key_high);
-    CHECK(kvfs_pod_put(pod, &entry) == 0 && kvfs_pod_find_name(attached, 9, "name", 4, &found) == 0 && is(&found, &entry));
-    CHECK(kvfs_pod_find_name(attached, 9, "name", 0, &found) == -ENOENT && kvfs_pod_find_name(attached, 9, "nome", 4, &found) == -ENOENT);
     check_accounts(pod);
     kvfs_pod_detach(attached);
     kvfs_pod_destroy(pod);

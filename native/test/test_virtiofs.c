@@ -449,7 +449,7 @@ static void test_promise(void) {
         CHECK(kvfs_file_rewrite(plane, 9, inode, keep) == 0);
         struct fuse_attr_out out = attributes(&f, inode);
         CHECK(out.attr_valid == 0 && out.attr.size == 70000);
-        CHECK(kvfs_wait_completions(plane, &done, 1, 20000) == 1 && done.result == 0);
+        CHECK(wait_completion(plane, &done, 20000) && done.result == 0);
         CHECK(now_ns() - began >= 1000000000ull);
         out = attributes(&f, inode);
         CHECK(out.attr_valid == 0 && out.attr.size == (keep ? 70000 : 0));
@@ -458,7 +458,7 @@ static void test_promise(void) {
         CHECK(kvfs_file_discard(plane, inode) == 0);
         began = now_ns();
         CHECK(kvfs_file_rewrite(plane, 9, inode, keep) == 0); /* nobody was told anything: at once */
-        CHECK(kvfs_wait_completions(plane, &done, 1, 20000) == 1 && done.result == 0 && now_ns() - began < 1000000000ull * slowness());
+        CHECK(wait_completion(plane, &done, 20000) && done.result == 0 && now_ns() - began < 1000000000ull * slowness());
         CHECK(kvfs_file_discard(plane, inode) == 0);
     }
     front_end(&f);

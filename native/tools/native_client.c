@@ -20,7 +20,7 @@
 
 #include "bench_common.h"
 #include "kvfs.h"
-#include "kvfs_checksum.h"
+#include "block/checksum.h"
 
 #define KEY_SIZE 16u
 #define PROCESSES_MAX 64u

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvfs._native import ffi, lib
+import xxhash
 
 from kvfs.checks import checksum
 from kvfs.plane import Run
@@ -38,11 +38,10 @@ def run_bytes(
     """The bytes that each run is to hold: block header or extent header, then data."""
     inode = Inode.unpack(record)
     assert inode.size == len(content)
-    leaves = ffi.new("uint64_t[]", len(content) // PAGE + 2)
-    lib.kvfs_leaf_checksums(content, len(content), secret, leaves)
-    leaf_count = -(-len(content) // PAGE)
-    key = ffi.new("uint64_t[2]")
-    lib.kvfs_name_key(inode.parent, inode.name, len(inode.name), secret, key, key + 1)
+    leaves = [checksum(content[at : at + PAGE], secret) for at in range(0, len(content), PAGE)]
+    leaf_count = len(leaves)
+    digest = xxhash.xxh3_128_intdigest(struct.pack("<Q", inode.parent) + inode.name, seed=secret)
+    key = digest & ((1 << 64) - 1), digest >> 64
     record_at = 104 + 8 * (header_pages - 1)
     ancestors_at = record_at + len(record)
     leaves_at = len(padded(bytes(ancestors_at + len(ancestors))))
@@ -53,7 +52,7 @@ def run_bytes(
     )  # fmt: skip
     head[record_at : record_at + len(record)] = record
     head[ancestors_at : ancestors_at + len(ancestors)] = ancestors
-    head[leaves_at : leaves_at + 8 * leaf_count] = bytes(ffi.buffer(leaves, 8 * leaf_count))
+    head[leaves_at : leaves_at + 8 * leaf_count] = struct.pack(f"<{leaf_count}Q", *leaves)
     for page in range(header_pages - 1, 0, -1):
         struct.pack_into("<Q", head, 104 + 8 * (page - 1), checksum(head[page * PAGE : (page + 1) * PAGE], secret))
     struct.pack_into("<Q", head, 16, checksum(head[:PAGE], secret))

@@ -17,6 +17,10 @@ from kvfs.lent import Part, lent
 
 LINES_OF_A_FILE = 900
 LINES_OF_A_FUNCTION = 100
+# It may only fall.
+CALLS_OF_C = 294
+# Headers of libkvfs, for programs in C, too.
+PUBLIC = {"kvfs.h", "kvfs_gpu.h"}
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +72,16 @@ def test_every_room_is_in_the_map(tool: ModuleType) -> None:
     text = (REPOSITORY / "docs/architecture.md").read_text()
     missing = [room for room in tool.C_ROOMS + tool.PYTHON_ROOMS if f"{room}" not in text]
     assert missing == []
+
+
+def uncalled(house: Any) -> list[str]:
+    return sorted(name for name, header in house.declared.items() if name not in house.called and header not in PUBLIC)
+
+
+def test_python_calls_no_more_of_c_than_before_and_all_that_it_is_given(house: Any) -> None:
+    """A function that C alone calls is declared in a header of its room, below native/src."""
+    assert uncalled(house) == []
+    assert len(house.called) <= CALLS_OF_C
 
 
 # Each lends what callers gave, and lets go of a memoryview before it returns.
@@ -136,7 +150,7 @@ ARROWS = [
 @pytest.fixture(scope="module")
 def faulty(tool: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Any:
     root = tmp_path_factory.mktemp("faulty")
-    for folder in ("kvfs", "native/src", "native/shims", "native/include"):
+    for folder in ("kvfs", "native/src", "native/shims", "native/include"):  # and build_ffi.py, which names the headers
         ignored = shutil.ignore_patterns("*.so*", "__pycache__", "lib", "*.o")
         shutil.copytree(REPOSITORY / folder, root / folder, ignore=ignored)
     added = [(file, line) for file, line, _ in ARROWS]
@@ -144,6 +158,9 @@ def faulty(tool: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Any:
     added.append(("kvfs/pool/two.py", "from kvfs.pool import one\n"))
     added.append(("native/src/io/ring.c", "static int long_one(int a) {\n" + "    a++;\n" * 120 + "    return a;\n}\n"))
     added.append(("kvfs/units.py", "def long_one():\n" + "    a = 1\n" * 120))
+    shutil.copy(REPOSITORY / "native/build_ffi.py", root / "native/build_ffi.py")
+    added.append(("native/include/kvfs_worth.h", "void kvfs_worth_never(\n    int a);\nint kvfs_worth_now(void);\n"))
+    added.append(("kvfs/worth.py", "lib.kvfs_worth_now()\n"))
     for file, text in added:
         with (root / file).open("a") as out:
             out.write(text)
@@ -162,3 +179,8 @@ def test_a_circle_under_type_checking_is_seen(faulty: Any) -> None:
 def test_a_long_function_is_seen(faulty: Any) -> None:
     sizes = faulty.functions
     assert sizes[("native/src/io/ring.c", "long_one")] == 123 and sizes[("kvfs/units.py", "long_one")] == 121
+
+
+def test_a_function_that_python_does_not_call_is_seen(faulty: Any, house: Any) -> None:
+    assert uncalled(faulty) == ["kvfs_worth_never"]
+    assert len(faulty.called) == len(house.called) + 1

@@ -7,7 +7,6 @@
 
 int events_init(struct events *events) {
     pthread_mutex_init(&events->lock, NULL);
-    pthread_cond_init(&events->completed, NULL);
     events->event_capacity = events->completion_capacity = 1024;
     events->events = malloc(events->event_capacity * sizeof(*events->events));
     events->completions = malloc(events->completion_capacity * sizeof(*events->completions));
@@ -91,7 +90,6 @@ void events_complete(struct events *events, uint64_t cookie, int64_t result) {
         events->completion_capacity = capacity;
     }
     events->completions[events->completion_count++] = (struct kvfs_completion){cookie, result};
-    pthread_cond_signal(&events->completed);
     unlock_and_wake(events);
 }
 
@@ -133,34 +131,13 @@ int events_take(struct events *events, struct kvfs_event *out, uint32_t count) {
     return (int)n;
 }
 
-static int take_completions_locked(struct events *events, struct kvfs_completion *out, uint32_t count) {
+int events_take_completions(struct events *events, struct kvfs_completion *out, uint32_t count) {
+    pthread_mutex_lock(&events->lock);
     uint32_t n = (uint32_t)min_u64(count, events->completion_count);
     memcpy(out, events->completions, n * sizeof(*out));
     memmove(events->completions, events->completions + n, (events->completion_count - n) * sizeof(*out));
     events->completion_count -= n;
     queue_drained(events);
+    pthread_mutex_unlock(&events->lock);
     return (int)n;
-}
-
-int events_take_completions(struct events *events, struct kvfs_completion *out, uint32_t count) {
-    pthread_mutex_lock(&events->lock);
-    int n = take_completions_locked(events, out, count);
-    pthread_mutex_unlock(&events->lock);
-    return n;
-}
-
-int events_wait_completions(struct events *events, struct kvfs_completion *out, uint32_t count, uint32_t timeout_ms) {
-    struct timespec until;
-    clock_gettime(CLOCK_REALTIME, &until);
-    until.tv_sec += timeout_ms / 1000;
-    until.tv_nsec += (long)(timeout_ms % 1000) * 1000000;
-    if (until.tv_nsec >= 1000000000)
-        until.tv_sec++, until.tv_nsec -= 1000000000;
-    pthread_mutex_lock(&events->lock);
-    while (events->completion_count == 0)
-        if (pthread_cond_timedwait(&events->completed, &events->lock, &until) != 0)
-            break;
-    int n = take_completions_locked(events, out, count);
-    pthread_mutex_unlock(&events->lock);
-    return n;
 }

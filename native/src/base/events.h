@@ -13,7 +13,6 @@ struct call {
 struct events {
     int fd; /* an eventfd, readable while a queue holds something; -1 */
     pthread_mutex_t lock;
-    pthread_cond_t completed;
     struct kvfs_event *events;
     struct kvfs_completion *completions;
     uint32_t event_count, event_capacity, completion_count, completion_capacity;
@@ -28,7 +27,6 @@ void events_complete(struct events *events, uint64_t cookie, int64_t result);
 void events_call(struct events *events, struct call *call); /* taken over */
 int events_take(struct events *events, struct kvfs_event *out, uint32_t count);
 int events_take_completions(struct events *events, struct kvfs_completion *out, uint32_t count);
-int events_wait_completions(struct events *events, struct kvfs_completion *out, uint32_t count, uint32_t timeout_ms);
 int events_take_calls(struct events *events, struct kvfs_call *out, uint32_t count);
 
 #endif

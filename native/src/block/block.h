@@ -3,7 +3,8 @@
 #define KVFS_BLOCK_H
 
 #include "base/base.h"
-#include "kvfs_checksum.h"
+#include "block/checksum.h"
+#include "block/table.h"
 #include "kvfs_plane.h"
 
 /* The sizes and the secret of a pool. Constant while it is open. */

@@ -29,14 +29,14 @@
 #ifndef KVFS_BLOCK_TABLE_LAYOUT_H
 #define KVFS_BLOCK_TABLE_LAYOUT_H
 
-#include "kvfs_table.h"
+#include "block/table.h"
 
 #include <assert.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
 
-#include "kvfs_checksum.h"
+#include "block/checksum.h"
 
 #define TABLE_MAGIC 0x4c4241545346564bULL /* "KVFSTABL" */
 #define TABLE_VERSION 2

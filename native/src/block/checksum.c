@@ -1,6 +1,6 @@
 /* xxh3 with the pool's secret as the seed: equal to xxh3_64 and xxh3_128 of Python's xxhash package with seed=secret.
  * The kernels are the system's <xxhash.h>, compiled once for each instruction set (checksum_leaf.h). */
-#include "kvfs_checksum.h"
+#include "block/checksum.h"
 
 #include <assert.h>
 

@@ -1,6 +1,6 @@
 /* Chains of blocks as trees: each node has its parent, its first child, and its siblings. Ghosts are nodes behind those of the slots, and are found by
  * their keys. They lie in a ring, so that the oldest is forgotten for a new one. */
-#include "kvfs_chains.h"
+#include "content/chains.h"
 
 #include <assert.h>
 #include <errno.h>

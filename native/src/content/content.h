@@ -308,6 +308,8 @@ void written_remove(struct kvfs_plane *plane, const struct file *file);
 void written_is_sealed(struct kvfs_plane *plane, struct file *file, bool sealed);
 bool written_earlier(const struct kvfs_plane *plane, uint64_t inode); /* an earlier daemon had it open for writing when it ended */
 
+/* Forget the staged bytes of an inode that nobody will seal (unlinked and closed). */
+int kvfs_file_discard(struct kvfs_plane *plane, uint64_t inode);
 /* All of these take node->lock held, unless they block. */
 struct file *file_new(uint64_t inode);
 int file_from_desc(struct kvfs_plane *plane, struct node *node, const struct desc *desc);

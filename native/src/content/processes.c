@@ -3,6 +3,7 @@
  *
  * All is a guess and a hint. A place may be another process's in the next moment. */
 #include "base/descriptor.h"
+#include "content/chains.h"
 #include "content/content.h"
 
 #include <fcntl.h>

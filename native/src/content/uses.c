@@ -1,6 +1,7 @@
 /* Uses of blocks, which order eviction, and misses: lookups of missing names that were not made next.
  *
  * Uses are hints. A word may be another block's for a moment, or miss one of two opens at once. */
+#include "content/chains.h"
 #include "content/content.h"
 
 static uint32_t tick_now(struct kvfs_plane *plane) { return atomic_load_explicit(&plane->tick, memory_order_relaxed); }

@@ -20,6 +20,10 @@ bool names_has(const struct kvfs_names *names, uint64_t inode);
 int names_removable(struct kvfs_names *names, uint64_t inode);
 /* enum kvfs_names_leave */
 uint32_t names_left(const struct kvfs_names *names);
+/* 1: the journal was attached with changes of this request, which was not answered since. */
+int kvfs_names_was_asked(struct kvfs_names *names, uint64_t transport, uint64_t unique);
+/* The answer to the request is written: its entries may go. */
+void kvfs_names_answered(struct kvfs_names *names, uint64_t transport, uint64_t unique);
 /* This thread's changes are by a kernel's request (kvfs_names_request()). */
 bool names_are_asked(void);
 void untold_add(struct kvfs_names *names, uint64_t parent, const char *name, uint32_t name_size);

@@ -3,7 +3,7 @@
 #define KVFS_FOREIGN_H
 
 #include "block/block.h"
-#include "kvfs_pod.h"
+#include "pod/pod.h"
 
 /* A segment whose device gave no answer is avoided for so many times the time that it had. */
 #define FOREIGN_AVOID 4u

@@ -33,8 +33,9 @@
 #define KVFS_POD_LAYOUT_H
 
 #include "base/base.h"
-#include "kvfs_checksum.h"
-#include "kvfs_pod.h"
+#include "block/checksum.h"
+#include "block/table.h"
+#include "pod/pod.h"
 
 #define POD_MAGIC 0x50414d444f50564bULL /* "KVPODMAP" */
 #define POD_VERSION 1

@@ -455,59 +455,6 @@ int64_t kvfs_news_take(struct kvfs_news *news, uint64_t now, void *out, uint64_t
     return size;
 }
 
-/* ---- all that the table has ---- */
-
-/* False: others need not know of it. */
-static bool item_from(const struct kvfs_record *record, struct kvfs_news_item *item) {
-    item->version = record->version;
-    item->mode = record->mode;
-    item->uid = record->uid;
-    item->gid = record->gid;
-    if (record->kind == KVFS_KIND_DIRECTORY) {
-        item->kind = KVFS_POD_DIRECTORY_HERE;
-        return true;
-    }
-    item->kind = KVFS_POD_HERE;
-    item->generation = record->generation;
-    item->size = record->size;
-    item->segment = record->segment;
-    item->page = record->page;
-    item->header_pages = record->header_pages;
-    return record->kind == KVFS_KIND_FILE && record->flags & KVFS_INODE_SEALED;
-}
-
-int64_t kvfs_news_repeat(struct kvfs_news *news, const struct kvfs_table *table, uint64_t *slot, void *out, uint64_t capacity,
-                         struct kvfs_news_taken *taken) {
-    struct packing *packing = news->packing;
-    struct kvfs_record record;
-    int64_t size = 0;
-
-    memset(taken, 0, sizeof(*taken));
-    if (capacity < KVFS_POD_BATCH_SIZE_MAX)
-        return -ENOSPC;
-    pthread_mutex_lock(&news->consumer);
-    pack_begin(packing);
-    while (has_room(packing)) {
-        struct kvfs_news_item item = {.kind = 0};
-
-        if (!kvfs_table_scan(table, slot, &record, &item.key_low, &item.key_high))
-            break;
-        if (!item_from(&record, &item))
-            continue;
-        pack_item(packing, &item);
-        if (item.version > taken->version_max)
-            taken->version_max = item.version;
-    }
-    if (packing->record_count) {
-        taken->number = news->number;
-        taken->record_count = packing->record_count;
-        size = write_batch(news, packing, out);
-    }
-    taken->next_due_ns = news->count ? news->held[news->heap[0]].due_ns : UINT64_MAX;
-    pthread_mutex_unlock(&news->consumer);
-    return size;
-}
-
 /* ---- creation ---- */
 
 static uint64_t power_below(uint64_t count) { return UINT64_C(1) << (63 - __builtin_clzll(count)); }

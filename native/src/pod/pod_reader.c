@@ -157,17 +157,6 @@ int kvfs_pod_find(const struct kvfs_pod *pod, uint64_t key_low, uint64_t key_hig
     return -EAGAIN;
 }
 
-int kvfs_pod_find_name(const struct kvfs_pod *pod, uint64_t parent, const char *name, uint32_t name_size, struct kvfs_pod_found *out) {
-    uint64_t low, high;
-
-    if (!name_size || name_size > KVFS_NAME_MAX)
-        return -ENOENT;
-    kvfs_name_key(parent, name, name_size, pod->secret, &low, &high);
-    if (!(low | high))
-        low = 1;
-    return kvfs_pod_find(pod, low, high, out);
-}
-
 uint32_t kvfs_pod_owner(const struct kvfs_pod *pod, uint32_t segment) { return pod_owner(&pod->constants, segment); }
 
 void kvfs_pod_avoid(struct kvfs_pod *pod, uint32_t segment, uint64_t until_ns) {
