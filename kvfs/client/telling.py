@@ -59,10 +59,6 @@ class Teller:
         self.dropped = self.strange = 0
 
     @property
-    def told_count(self) -> int:
-        return len(self._told)
-
-    @property
     def waiting_count(self) -> int:
         return len(self._waiting)
 

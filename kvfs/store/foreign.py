@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Sequence
 
 import trio
 
@@ -114,12 +113,6 @@ class ForeignLoader:
         except PodMapError as error:
             log.warning("%s; they are left out", error)
             return 0
-
-
-def foreign_slots(segments: Segments) -> Sequence[int]:
-    """The slots of the other nodes."""
-    pod = segments.config.pod
-    return [] if pod is None else [slot for slot in range(pod.nodes) if slot != segments.slot]
 
 
 class Tombstones:

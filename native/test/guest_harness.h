@@ -212,7 +212,7 @@ static inline void start(void) {
     snprintf(other_path, sizeof(other_path), "%s/other", directory);
     number = listen_at(path);
     other_number = listen_at(other_path);
-    CHECK(number == 0 && other_number == 1 && kvfs_transport_count(plane) == 2);
+    CHECK(number == 0 && other_number == 1 && transport_count() == 2);
 }
 
 #endif

@@ -323,7 +323,7 @@ static inline void unmount(void) {
     ask(9999, 1, NULL, 0, NULL, 0);
     CHECK(poll(&ready, 1, 20000) == 1);
     close(kernel);
-    for (uint64_t until = now_ns() + 20000000000ull; kvfs_transport_count(plane); usleep(1000))
+    for (uint64_t until = now_ns() + 20000000000ull; transport_count(); usleep(1000))
         CHECK(now_ns() < until);
 }
 

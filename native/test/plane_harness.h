@@ -94,6 +94,8 @@ static struct kvfs_call forwarded_call(uint32_t opcode) {
     return call;
 }
 
+static inline uint32_t transport_count(void) { return atomic_load(&plane->fuse->transport_count); }
+
 static int64_t completion(void) {
     struct kvfs_completion done;
     CHECK(wait_completion(plane, &done, 20000));

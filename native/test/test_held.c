@@ -105,7 +105,7 @@ static void test_states_that_cannot_be_are_refused(void) {
             close(other[k]);
         }
     }
-    CHECK(kvfs_transport_count(plane) == 0);
+    CHECK(transport_count() == 0);
     printf("ok states that cannot be are refused\n");
 }
 
@@ -240,11 +240,11 @@ static void test_a_mount_is_left(int written) {
     kvfs_fuse_leave(plane, 20000 * slowness());
     ask(FUSE_GETATTR, inode, data, sizeof(struct fuse_getattr_in), NULL, 0);
     usleep(50000);
-    CHECK(kvfs_transport_count(plane) == 1); /* it waits for the answer */
+    CHECK(transport_count() == 1); /* it waits for the answer */
     kvfs_answer(plane, call.id, -ENOENT, 0);
     CHECK(answer_of(under_way) == -ENOENT);
     uint64_t until = now_ns() + 20000000000ull;
-    while (kvfs_transport_count(plane)) {
+    while (transport_count()) {
         CHECK(now_ns() < until);
         usleep(1000);
     }

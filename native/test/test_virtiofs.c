@@ -790,7 +790,7 @@ static void test_end(void) {
     uint64_t until = now_ns() + 20000000000ull;
     while (kvfs_virtiofs_statistics(plane, number, &s) == 0 && now_ns() < until)
         usleep(1000);
-    CHECK(kvfs_virtiofs_statistics(plane, number, &s) == -ENOENT && kvfs_transport_count(plane) == 1);
+    CHECK(kvfs_virtiofs_statistics(plane, number, &s) == -ENOENT && transport_count() == 1);
     CHECK(unlink(path) == 0 && listen_at(path) == number); /* its number is free again */
 }
 

@@ -42,8 +42,6 @@ int header_check(const struct geometry *geometry, const uint8_t *header, uint32_
                  struct kvfs_inode_record *record);
 /* True if kvfs can have written such a header, which was checked: its key is that of its record, and its words for eviction are possible. */
 bool header_sound(const struct geometry *geometry, const uint8_t *header, const struct kvfs_block_header *h, const struct kvfs_inode_record *r);
-/* The block was sealed under the name with this kvfs_name_key(). Of a descriptor that was verified. A rename leaves the header as it is. */
-bool header_has_key(const struct desc *desc, uint64_t key_low, uint64_t key_high);
 /* The field parent_check of a block with this key; 0 of parent 0. */
 uint64_t header_parent_check(const struct geometry *geometry, uint64_t parent, uint64_t key_low, uint64_t key_high);
 int header_build(const struct geometry *geometry, struct desc *desc, const uint8_t *record, uint32_t record_size, const uint8_t *ancestors,

@@ -236,12 +236,6 @@ bool header_sound(const struct geometry *geometry, const uint8_t *header, const 
            h->parent_check == header_parent_check(geometry, h->parent, low, high);
 }
 
-bool header_has_key(const struct desc *desc, uint64_t key_low, uint64_t key_high) {
-    struct kvfs_block_header h;
-    memcpy(&h, desc->header, sizeof(h));
-    return h.key_low == key_low && h.key_high == key_high;
-}
-
 void record_from_inode(const struct kvfs_inode_record *from, struct kvfs_record *to) {
     memset(to, 0, sizeof(*to));
     to->inode = from->inode;

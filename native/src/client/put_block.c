@@ -103,11 +103,10 @@ static int data_io(struct put_item *item, const struct wire_run *run, uint32_t p
             at++;
         }
         int r = item_io(item, run, page, iovs, count);
-        if (r == -E2BIG)
-            if (r == -E2BIG && at - from > 1) { /* edges of pieces and of stripe units together are more than a group holds */
-                limit = (at - from) / 2;
-                continue;
-            }
+        if (r == -E2BIG && at - from > 1) { /* edges of pieces and of stripe units together are more than a group holds */
+            limit = (at - from) / 2;
+            continue;
+        }
         item->place = place;
         page += (head ? (uint32_t)(head->iov_len / PAGE) : 0) + (at - from);
         from = at;

@@ -110,6 +110,8 @@ struct handle_table {
 };
 
 struct node *node_get(struct kvfs_plane *plane, uint64_t inode, bool create);
+/* With the shard's lock held. Without a reference, or NULL. */
+struct node *node_find_locked(struct shard *shard, uint64_t inode);
 struct node *node_get_locked(struct shard *shard, uint64_t inode, bool create); /* with the shard's lock held */
 void node_put(struct kvfs_plane *plane, struct node *node);
 /* A block was found and read: counts a use, and its age. */

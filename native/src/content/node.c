@@ -3,11 +3,17 @@
  * A node exists only while an inode is open, leased or being written. */
 #include "content/content.h"
 
-struct node *node_get_locked(struct shard *shard, uint64_t inode, bool create) {
-    struct node **bucket = &shard->nodes[(inode * 0x9e3779b97f4a7c15ull) >> 54];
-    struct node *node = *bucket;
+static struct node **bucket_of(struct shard *shard, uint64_t inode) { return &shard->nodes[(inode * 0x9e3779b97f4a7c15ull) >> 54]; }
+
+struct node *node_find_locked(struct shard *shard, uint64_t inode) {
+    struct node *node = *bucket_of(shard, inode);
     while (node && node->inode != inode)
         node = node->next;
+    return node;
+}
+
+struct node *node_get_locked(struct shard *shard, uint64_t inode, bool create) {
+    struct node **bucket = bucket_of(shard, inode), *node = node_find_locked(shard, inode);
     if (!node && create) {
         node = calloc(1, sizeof(*node));
         if (node) {
@@ -126,7 +132,7 @@ void node_put(struct kvfs_plane *plane, struct node *node) {
     unsigned before = atomic_fetch_sub(&node->refs, 1);
     assert(before > 0);
     if (before == 1) {
-        struct node **link = &shard->nodes[(node->inode * 0x9e3779b97f4a7c15ull) >> 54];
+        struct node **link = bucket_of(shard, node->inode);
         while (*link != node)
             link = &(*link)->next;
         *link = node->next;

@@ -15,9 +15,7 @@ static struct kvfs_inode_record record_take(const void *record, struct kvfs_reco
 
 /* With the shard's lock held. */
 static int open_state(struct kvfs_plane *plane, struct shard *shard, uint64_t inode, struct node **out) {
-    struct node *node = shard->nodes[(inode * 0x9e3779b97f4a7c15ull) >> 54];
-    while (node && node->inode != inode)
-        node = node->next;
+    struct node *node = node_find_locked(shard, inode);
     if (!node)
         return 0;
     pthread_mutex_lock(&node->lock);
@@ -64,9 +62,7 @@ static int nameless(struct kvfs_plane *plane, uint64_t inode, bool linger, int (
     struct shard *shard = shard_of(plane, inode);
     lost_keep(plane, inode);
     pthread_mutex_lock(&shard->lock);
-    struct node *node = shard->nodes[(inode * 0x9e3779b97f4a7c15ull) >> 54];
-    while (node && node->inode != inode)
-        node = node->next;
+    struct node *node = node_find_locked(shard, inode);
     int keep = node && node->handles > 0;
     bool lingers = !keep;
     struct kvfs_record record;

@@ -33,5 +33,3 @@ void fuse_free(struct kvfs_plane *plane) {
 }
 
 int kvfs_fuse_add(struct kvfs_plane *plane, int fd) { return transport_start(plane, fd); }
-
-int kvfs_transport_count(struct kvfs_plane *plane) { return (int)atomic_load(&plane->fuse->transport_count); }

@@ -27,8 +27,6 @@
 
 /* ---- transports: server.c, fuse_dev.c, fuse_uring.c, guest.c ---- */
 
-int kvfs_transport_count(struct kvfs_plane *plane);
-
 struct guest;
 struct uring;
 struct uring_entry;
