@@ -1,7 +1,7 @@
 """The engine of a pod, as the feed sees it: streams, small values with an expiry, and what the server says of itself.
 
-Implementations: kvfs.pod.redis_engine (Redis or Valkey) and kvfs.pod.memory_engine (a double for simulation). Nothing
-about correctness rests on an engine: it may lose entries, double them, be flushed, or come back as it was yesterday.
+The implementation is kvfs.pod.redis_engine (Redis or Valkey). Nothing about correctness rests on an engine: it may lose
+entries, double them, be flushed, or come back as it was yesterday.
 
 Keys of a pool: `kvfs:{<uuid>}:<slot>` is a node's stream, `:in` behind it is what others write to this node alone,
 `:beat` its sign of life. The braces keep all keys of a pool on one node of a cluster. Fields of an entry:

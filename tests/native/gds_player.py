@@ -14,7 +14,8 @@ import helpers
 from test_gpu_client import Batch, fill, flip
 
 import kvfs
-from kvfs.client import cuda, gpu
+from benches import cuda
+from kvfs.client import gpu
 from kvfs.client import keys as keys_
 from kvfs.errors import BusyBufferError, MissingFeatureError
 

@@ -18,7 +18,8 @@ import pytest
 from test_client_failures import Throttle
 
 import kvfs
-from kvfs.client import cuda, gpu
+from benches import cuda
+from kvfs.client import gpu
 from kvfs.client import keys as keys_
 from kvfs.errors import ClientError, DeadlineError, InvalidBufferError, KvfsError, MissingFeatureError, SmallBufferError
 

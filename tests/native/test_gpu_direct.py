@@ -17,7 +17,7 @@ from benches.gpu_check import READER_COUNTS
 
 NVRTC_DIRECTORY = helpers.REPOSITORY / "build/clients/nvidia-cuda-nvrtc"
 PLAYER = pathlib.Path(__file__).with_name("gds_player.py")
-PATH = os.pathsep.join(map(str, (PLAYER.parent, PLAYER.parents[1], helpers.REPOSITORY)))
+PATH = os.pathsep.join(map(str, (PLAYER.parent, PLAYER.parents[1], helpers.REPOSITORY / "tools", helpers.REPOSITORY)))
 PTX = """
 from kvfs._native import ffi, lib
 out = ffi.new("const char **")

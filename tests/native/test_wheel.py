@@ -135,6 +135,8 @@ def test_the_wheel_is_of_this_platform_and_holds_the_data_plane(wheel):
     binaries = {name for name in names if ".so" in name}
     assert binaries == {"kvfs/_native.abi3.so", *LIBRARIES}
     assert "kvfs/py.typed" in names
+    modules = {str(path.relative_to(helpers.REPOSITORY)) for path in helpers.REPOSITORY.glob("kvfs/**/*.py")}
+    assert {name for name in names if name.endswith(".py")} == modules  # no test, no tool
     outside = {name for name in names if not name.startswith(("kvfs/", f"kvfs-{version}.dist-info/"))}
     share = f"kvfs-{version}.data/data/share/"
     expected = {f"{share}{name}" for name in SHARED} | {f"kvfs-{version}.data/scripts/mount.kvfs"}

@@ -30,6 +30,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from memory_engine import Faults, MemoryEngine, MemoryServer
+
 from kvfs.errors import EngineAwayError, FreshError
 from kvfs.pod.asking import Barrier, LeaseAsk
 from kvfs.pod.batch import HEADER, MAGIC, VERSION, span
@@ -37,7 +39,6 @@ from kvfs.pod.engine import Engine, Entry, Fields, Position
 from kvfs.pod.follow import Applied
 from kvfs.pod.limits import Limits
 from kvfs.pod.member import Identity, LeaseName, Member
-from kvfs.pod.memory_engine import Faults, MemoryEngine, MemoryServer
 
 HERE, GONE = 1, 2
 _SEGMENT, _RECORD = struct.Struct("<QII"), struct.Struct("<QQQIHH")

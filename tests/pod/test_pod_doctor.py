@@ -6,10 +6,10 @@ import random
 from dataclasses import replace
 
 import pytest
+from memory_engine import MemoryServer
 
 from kvfs.pod.doctor import examine, examine_clock, examine_engine, examine_information, examine_latency
 from kvfs.pod.engine import Information, Names
-from kvfs.pod.memory_engine import MemoryServer
 from kvfs.pod.url import parse_url
 
 GOOD = Information("redis", (7, 0, 15), "standalone", "master", "noeviction", 1 << 20, 1 << 30, 1.0, 5, "x")

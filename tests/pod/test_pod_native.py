@@ -592,7 +592,7 @@ def test_gpu_memory_gets_the_other_nodes_block(pod: Pod, a: Client, space: str, 
     keys = store(a, 1, 2, size=3 * MIB + 7)
     script = (
         "import sys, time, hashlib, kvfs\n"
-        "from kvfs.client import cuda\n"
+        "from benches import cuda\n"
         "driver = cuda.Driver()\n"
         "assert driver.double\n"
         "client = kvfs.connect(sys.argv[1], sys.argv[2], gpu='staged')\n"
@@ -605,7 +605,10 @@ def test_gpu_memory_gets_the_other_nodes_block(pod: Pod, a: Client, space: str, 
         "print(hashlib.sha256(memory.read()).hexdigest(), client.gpu_reader().statistics().blocks)\n"
     )
     words = [sys.executable, "-c", script, os.fspath(pod.nodes[1].mount), space, *(key.decode() for key in keys)]
-    environment = os.environ | {"KVFS_CUDA_LIBRARY": os.fspath(tmp_path / "libcuda-fake.so")}
+    environment = os.environ | {
+        "KVFS_CUDA_LIBRARY": os.fspath(tmp_path / "libcuda-fake.so"),
+        "PYTHONPATH": os.pathsep.join((os.fspath(REPOSITORY), os.fspath(REPOSITORY / "tools"))),
+    }
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60, cwd=REPOSITORY)
     assert done.returncode == 0, done.stderr
     expected = hashlib.sha256(block(1, 3 * MIB + 7) + block(2, 3 * MIB + 7)).hexdigest()

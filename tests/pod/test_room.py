@@ -12,7 +12,7 @@ WITHOUT = """
 import sys
 import kvfs.cli.command, kvfs.daemon.daemon, kvfs.status.document
 assert not [name for name in sys.modules if f"{name}.".startswith(("kvfs.pod.", "redis."))]
-import kvfs.pod.threads, kvfs.pod.doctor, kvfs.pod.url, kvfs.pod.memory_engine
+import kvfs.pod.threads, kvfs.pod.doctor, kvfs.pod.url
 assert "redis" not in sys.modules and "kvfs.pod.redis_engine" not in sys.modules
 """
 

@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import Any, Self
 
 import kvfs
+from benches.cuda import LEGACY_STREAM, DeviceMemory, Driver
 from kvfs import doctor
 from kvfs.client import gpu, gpu_probe
-from kvfs.client.cuda import LEGACY_STREAM, DeviceMemory, Driver
 from kvfs.client.gpu import CUDA_LIBRARY_VARIABLE, GpuReader
 from kvfs.errors import InvalidBufferError, KvfsError, MissingFeatureError
 
