@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterable
 from typing import NoReturn
 
 from kvfs.errors import KvfsError, UsageError
+from kvfs.types import PAGE_SIZE
 
 Function = Callable[[argparse.Namespace], int]
 
 _SLOW_MS_MAX = 86_400_000
+_READ_AHEAD_MAX = 1 << 30
 
 
 class WrongCommandLine(UsageError):
@@ -93,6 +95,16 @@ def memory_size(text: str) -> int:
     found, memory = size(text), machine_memory()
     if found > memory:
         raise argparse.ArgumentTypeError(f"{text!r} is more than this machine's memory, {memory >> 20}M")
+    return found
+
+
+def read_ahead(text: str) -> int:
+    """Bytes of whole pages; 0: the kernel's own."""
+    if text in ("0", "kernel"):
+        return 0
+    found = size(text)
+    if found % PAGE_SIZE or not PAGE_SIZE <= found <= _READ_AHEAD_MAX:
+        raise argparse.ArgumentTypeError(f"{text!r}: 4K to 1G, in whole pages of 4K, or kernel, is expected")
     return found
 
 

@@ -20,6 +20,7 @@ from kvfs.cli.progress import Progress
 from kvfs.errors import KvfsError, UsageError, printable
 from kvfs.frontend.asking import stopped
 from kvfs.frontend.holders import Holder, describe, holders, is_stopped
+from kvfs.frontend.read_ahead import DEFAULT as DEFAULT_READ_AHEAD
 from kvfs.status import numbers
 from kvfs.units import counted, size_text
 
@@ -34,7 +35,7 @@ UMOUNT_STATUS_TIMEOUT_S = 5.0
 LAZY_WAIT_S = 1.0
 STARTED_STATUS_TIMEOUT_S = 5.0
 # Options that `kvfs export` lacks. A file for both verbs may have them.
-MOUNT_ALONE = ("allow-other", "options", "request-timeout", "native-in", "hold", "idmap")
+MOUNT_ALONE = ("allow-other", "options", "request-timeout", "native-in", "hold", "idmap", "read-ahead")
 
 
 def add_mount(verbs: Verbs) -> None:
@@ -56,6 +57,14 @@ def add_mount(verbs: Verbs) -> None:
         help="have the kernel end the mount if a request waits this long, as with a stopped daemon (default: never)",
     )
 
+    sub.add_argument(
+        "--read-ahead",
+        type=arguments.read_ahead,
+        default=DEFAULT_READ_AHEAD,
+        metavar="SIZE|kernel",
+        help="have the kernel read so far ahead of buffered reads and mappings, where /sys lets the daemon set it "
+        "(default 2M; kernel or 0: leave the kernel's own, 128K)",
+    )
     sub.add_argument(
         "--idmap",
         action="store_true",
@@ -99,6 +108,7 @@ def _mount(args: argparse.Namespace) -> int:
             allow_other=args.allow_other,
             options=_mount_options(args.options),
             request_timeout_s=args.request_timeout,
+            read_ahead=args.read_ahead,
             idmap=args.idmap,
             native_in=tuple(map(_native_directory, args.native_in)),
             hold=_holder(args.hold),

@@ -36,6 +36,7 @@ from kvfs.frontend.control import Arguments, Command, ControlServer, Progress
 from kvfs.frontend.foreign import OtherNodes
 from kvfs.frontend.fuse import Session, room_in_journal
 from kvfs.frontend.holders import describe, holders
+from kvfs.frontend.read_ahead import ReadAhead, set_read_ahead
 from kvfs.namespace.files import Namespace
 from kvfs.namespace.foreign import ForeignNames
 from kvfs.namespace.forgetting import Forgetting, NextNames
@@ -136,6 +137,7 @@ class Daemon:
         # The mount as it was made: its number, by which others are found that keep it, and its source. After an unmount
         # another filesystem may have the number.
         self._made: mounting.Mount | None = None
+        self._read_ahead: ReadAhead | None = None
         self._ready = False
         self._look = Look()
         self._stop = trio.Event()
@@ -228,6 +230,7 @@ class Daemon:
         if self._mountpoint is not None and not (self._holding is not None and self._holding.taken):
             await self._wait_answer(self._mountpoint)
         self._check_idmap()
+        self._set_read_ahead()
         if self._holding is not None:
             self._holding.keep(self._store.plane.held)
             nursery.start_soon(self._holding.watch)
@@ -274,6 +277,14 @@ class Daemon:
             )
         made = "was made with --idmap, and keeps it" if has else "was made without --idmap, and goes on without it"
         log.warning("%s: the mount that was taken over %s until it is unmounted and made anew", self._mountpoint, made)
+
+    def _set_read_ahead(self) -> None:
+        """A mount that was taken over may have another one: it gets what this command line says."""
+        if self._made is None:
+            return
+        self._read_ahead = set_read_ahead(self._made.device, self._options.read_ahead)
+        if self._read_ahead.why is not None:
+            log.info("read-ahead stays as it is: %s", self._read_ahead.why)
 
     async def _mount(self, mountpoint: str) -> int:
         options = self._options
@@ -425,6 +436,8 @@ class Daemon:
             found["pool"] = {**cast(dict[str, object], found["pool"]), "state": "ending"}
         found["rings"] = self._store.plane.rings()
         found["memory"] = self._memory(counters)
+        if self._read_ahead is not None and self._mounts():
+            found["read_ahead"] = self._read_ahead.status()
         if self._holding is not None:
             found["holder"] = self._holding.status(self._store.plane.names.journal_fill())
         if self._made is not None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvfs.cgroup import DAEMON_SIZE, LEAST, PART_MIN, fitting, memory_limit
 from kvfs.errors import KvfsError, UsageError
+from kvfs.frontend.read_ahead import DEFAULT as DEFAULT_READ_AHEAD
 from kvfs.hold.service import SYSTEMD
 from kvfs.store.opening import StoreOptions
 from kvfs.units import kernel_version, told_size
@@ -50,6 +51,8 @@ class MountOptions:
     hold: Path | None = None
     # The mount may be bound with an idmapping, as into a pod of a user namespace.
     idmap: bool = False
+    # Bytes that the kernel reads ahead in the mount; 0: as many as it does by itself.
+    read_ahead: int = DEFAULT_READ_AHEAD
 
     @property
     def read_only(self) -> bool:

@@ -10,6 +10,7 @@ _ASKED = "blocks that files and libkvfs asked for"
 _FOUND = "the share of the blocks asked for that were there"
 LEGENDS: dict[str, tuple[tuple[str, str], ...]] = {
     "status": (
+        ("ahead", "what the kernel reads ahead; where that is less than --read-ahead asks for, the reason"),
         ("advice", "what to look into, worst first"),
         ("use", "bytes of blocks that are kept, of all that the segments hold"),
         ("segments", "free: empty; open: being written; closed: full; evicting: being emptied; lost: on a device that "

@@ -203,6 +203,15 @@ def memory_text(status: Json) -> str:
     return f"staging {sizes[0]}, reads {sizes[1]}{limit}"
 
 
+def _read_ahead_text(ahead: Json) -> str:
+    """Return how far the kernel reads ahead, with the reason where that is less than was asked for."""
+    size, asked = ahead.get("size"), number(ahead, "asked")
+    if size is None:
+        return f"unknown: {ahead.get('why')}"
+    told = f"the kernel reads {size_text(number(ahead, 'size'))} ahead"
+    return told if number(ahead, "size") >= asked else f"{told}, not {size_text(asked)}: {ahead.get('why')}"
+
+
 def render_status(status: Json) -> str:
     """The text of `kvfs status`."""
     pool, segments, space = section(status, "pool"), section(status, "segments"), section(status, "space")
@@ -213,6 +222,8 @@ def render_status(status: Json) -> str:
     for mount in items(status, "mounts"):
         idmap = " (idmap: shares go by files' owners, and root has one)" if mount.get("idmap") else ""
         lines.append(f" mount: {mount.get('mountpoint')}{idmap}")
+    if "read_ahead" in status:
+        lines.append(f" ahead: {_read_ahead_text(section(status, 'read_ahead'))}")
     for export in items(status, "exports"):
         guest = "connected" if number(export, "connected") else "waiting for a front end"
         lines.append(f"export: {export.get('socket')} (tag {export.get('tag')}): {guest}")

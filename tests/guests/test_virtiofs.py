@@ -77,6 +77,7 @@ OF_THE_DAEMON = {
     "test_counters.py",
     "test_file_chains.py",
     "test_metrics.py",
+    "test_read_ahead.py",
     "test_rings.py",
     "test_rm_verb.py",
     "test_store_batches.py",

@@ -56,6 +56,7 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_defaults(
         ("allow-other", True, here),
         ("metrics", "9464", here), ("io-timeout", 500, here), ("virtiofs", ["/run/a.sock", "/run/b.sock"], here),
         ("timeout", 2.5, here), ("log-format", "json", here), ("threads", None, "default"), ("options", "", "default"),
+        ("read-ahead", 2 << 20, "default"),
     ):  # fmt: skip
         assert found[name] == {"value": value, "from": origin}, name
     _, document, _ = shown(capsys, pool, "--virtiofs", "/run/c.sock")
@@ -63,6 +64,17 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_defaults(
     assert cli.main(["mount", str(pool), "/mnt/kv", "--show-config"]) == 0
     text = capsys.readouterr().out
     assert f"file: {file}\n" in text and f"true  ({file})" in text and "threads" in text
+
+
+@pytest.mark.parametrize(("asked", "size"), [("kernel", 0), ("0", 0), ("4K", 4096), ("1M", 1 << 20), ("1G", 1 << 30)])
+def test_read_ahead_is_a_size_or_the_kernel_s_own(
+    pool: Path, capsys: pytest.CaptureFixture[str], asked: str, size: int
+) -> None:
+    file = put(pool / "mount.toml", f'read-ahead = "{asked}"\n')
+    _, document, _ = shown(capsys, pool)
+    assert document["settings"]["read-ahead"] == {"value": size, "from": str(file)}  # type: ignore[index]
+    _, document, _ = shown(capsys, pool, "--read-ahead", asked)
+    assert document["settings"]["read-ahead"] == {"value": size, "from": "command line"}  # type: ignore[index]
 
 
 def test_the_file_asked_for_comes_before_the_pool_s_and_that_before_etc(
@@ -79,7 +91,7 @@ def test_the_file_asked_for_comes_before_the_pool_s_and_that_before_etc(
 
 
 def test_a_file_is_for_both_verbs(pool: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    put(pool / "mount.toml", 'allow-other = true\nnative-in = ["/"]\nvirtiofs = ["/run/a.sock"]\n')
+    put(pool / "mount.toml", 'allow-other = true\nnative-in = ["/"]\nread-ahead = "1M"\nvirtiofs = ["/run/a.sock"]\n')
     status, document, _ = shown(capsys, pool, verb="export")
     found = document["settings"]
     assert status == 0 and isinstance(found, dict) and "allow-other" not in found
@@ -101,6 +113,10 @@ def test_a_file_is_for_both_verbs(pool: Path, capsys: pytest.CaptureFixture[str]
         ("threads = 1.5\n", 1, "not a positive number"),
         ("threads = [2]\n", 1, "a text or a number is expected"),
         ("[threads]\nn = 2\n", 1, "a text or a number is expected"),
+        ("read-ahead = '2.0001M'\n", 1, "'2.0001M': 4K to 1G, in whole pages of 4K, or kernel, is expected"),
+        ("read-ahead = 512\n", 1, "'512': 4K to 1G, in whole pages of 4K, or kernel, is expected"),
+        ("read-ahead = '2G'\n", 1, "'2G': 4K to 1G, in whole pages of 4K, or kernel, is expected"),
+        ("read-ahead = 'far'\n", 1, "SIZE: 'far' is not a size"),
         ("log-format = 'xml'\n", 1, "one of text, json is expected"),
         ("force = true\n", 1, "'force' is of one run of the command"),
         ("foreground = true\n", 1, "'foreground' is of one run of the command"),

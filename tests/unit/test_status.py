@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 from helpers import REPOSITORY
 
 from kvfs.cli.command import parser
+from kvfs.frontend import read_ahead
 from kvfs.status import numbers, prometheus
 from kvfs.status.change import difference
 from kvfs.status.legend import LEGENDS
@@ -162,9 +164,44 @@ def test_every_word_of_a_watching_verb_that_is_explained_is_one_that_it_prints()
     for verb, words in LEGENDS.items():
         for word, text in words:
             assert word in helps[verb] and " ".join(text.split()[:3]) in helps[verb]
-    shown = render_status(document(users=[{"name": "eve", "evicted_open": 3}], share=1 << 20, holder=HOLDER))
+    ahead = {"size": 2 << 20, "asked": 2 << 20, "why": None}
+    users = [{"name": "eve", "evicted_open": 3}]
+    shown = render_status(document(users=users, share=1 << 20, holder=HOLDER, read_ahead=ahead))
     columns = [word for words, _ in LEGENDS["status"] for word in words.split(", ")]
     assert [word for word in columns if word not in shown and word != "segments"] == []
+
+
+@pytest.mark.parametrize(
+    ("size", "asked", "why", "text"),
+    [
+        (2 << 20, 2 << 20, None, "the kernel reads 2.00M ahead"),
+        (128 << 10, None, None, "the kernel reads 128K ahead"),
+        (4 << 20, 2 << 20, "/sys/x: Permission denied", "the kernel reads 4.00M ahead"),
+        (128 << 10, 2 << 20, "/sys/x: Permission denied", "the kernel reads 128K ahead, not 2.00M: "
+         "/sys/x: Permission denied"),
+        (None, 2 << 20, "/sys/x: No such file or directory", "unknown: /sys/x: No such file or directory"),
+    ],
+)  # fmt: skip
+def test_read_ahead_is_told_with_the_reason_where_it_is_less_than_asked_for(
+    size: int | None, asked: int | None, why: str | None, text: str
+) -> None:
+    shown = render_status(document(read_ahead={"size": size, "asked": asked, "why": why}))
+    assert f" ahead: {text}\n" in shown
+
+
+def test_read_ahead_that_cannot_be_set_or_read_has_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_ahead, "DIRECTORY", tmp_path)
+    path = tmp_path / "0:9" / "read_ahead_kb"
+    missing = f"{path}: No such file or directory"
+    assert read_ahead.set_read_ahead("0:9", 1 << 20).status() == {"size": None, "asked": 1 << 20, "why": missing}
+    path.parent.mkdir()
+    path.write_text("128\n")
+    assert read_ahead.set_read_ahead("0:9", 0).status() == {"size": 128 << 10, "asked": None, "why": None}
+    assert path.read_text() == "128\n"
+    found = read_ahead.set_read_ahead("0:9", 1 << 20)
+    assert path.read_text() == "1024\n" and found.status() == {"size": 1 << 20, "asked": 1 << 20, "why": None}
+    path.write_text("64\n")
+    assert found.status() == {"size": 64 << 10, "asked": 1 << 20, "why": f"another has set {path}"}
 
 
 @pytest.mark.parametrize(
