@@ -77,6 +77,7 @@ class EventType(IntEnum):
     PLACES = 14
     ROOM = 15
     OVERTAKEN = 16
+    PINNED = 17
 
 
 @dataclass(frozen=True, slots=True)

@@ -471,6 +471,8 @@ class Store:
             self.service.note_error(event.value >> 32, event.value & 0xFFFFFFFF)
         elif event.type == EventType.ROOM:
             self._tasks.start(self.sealing.make_room)
+        elif event.type == EventType.PINNED:
+            self.pins.changed.set()
         elif event.type == EventType.PLACES:
             self._take_notes()
         elif event.type == EventType.DEVICE:

@@ -69,7 +69,8 @@ int kvfs_names_put(struct kvfs_names *names, const void *record, int known);
 void kvfs_names_push(struct kvfs_names *names, uint64_t inode, uint64_t target);
 /* -ENOENT: load it first. */
 int kvfs_names_remove(struct kvfs_names *names, uint64_t inode);
-/* So many files and directories that are as the index has them are kept at most, from the next one on. For tests of what happens when they leave. */
+/* So many files and directories that are as the index has them are kept at most, from the next one on. The last of each stays. For tests of what
+ * happens when they leave. */
 void kvfs_names_limit(struct kvfs_names *names, uint64_t files, uint64_t directories);
 /* Forget all that is as the index has it: the index was changed beside this. */
 void kvfs_names_forget(struct kvfs_names *names);

@@ -222,6 +222,8 @@ static int enter(struct flush *flush, const struct kvfs_inode_record *written) {
     }
     kvfs_inode_update(plane, entered);
     place_account(plane->names, entered, 1);
+    if (name_is_pinned(plane, flush->inode))
+        event_add(plane, KVFS_EVENT_PINNED, flush->inode, 0);
     return 1;
 }
 

@@ -353,6 +353,7 @@ static void flush_answer(struct kvfs_plane *plane, uint64_t id) {
     COUNT(plane, flushes_sealed, 1);
     if (plane->fuse->mux.fd < 0 || !pending_take(&plane->fuse->mux, id, &p))
         return;
+    process_made(plane, caller_of(p.transport, p.pid));
     if (!p.timed_out) {
         slow_look(plane, p.opcode, p.node, now_ns() - p.arrived_ns);
         p.transport->ops->reply(p.server, p.unique, 0, 0, NULL, 0);

@@ -279,8 +279,9 @@ static void entry_clean(struct kvfs_names *names, struct entry *entry) {
     bool directory = entry->record->kind == KVFS_KIND_DIRECTORY;
     enum state state = directory ? CLEAN_DIRECTORY : CLEAN;
     entry_move(names, entry, state);
-    if (names->counts[state] > names->clean_max[state])
-        entry_forget(names, entry_at(names->states[state].after));
+    struct entry *oldest = entry_at(names->states[state].after);
+    if (names->counts[state] > names->clean_max[state] && oldest != entry) /* a record that was loaded for a change stays for it */
+        entry_forget(names, oldest);
 }
 
 /* The entry's record is another now, or NULL. */
