@@ -21,7 +21,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -483,7 +483,7 @@ def _namespace(name: str, namespace: nvme_kernel.Namespace) -> Check:
 
 def _device(place: str) -> Iterator[Check]:
     """A device in the form that `kvfs format` takes, or the devices of a pool. Raises the errors of opening it."""
-    from kvfs.pool import nvme_tcp, opening
+    from kvfs.pool import devices, nvme_tcp, opening
 
     if Path(place).is_dir():
         config = load(Path(place))
@@ -499,9 +499,9 @@ def _device(place: str) -> Iterator[Check]:
             controller.close()
         yield Check(place, "ok", f"tcp (by kvfs itself), {nvme_tcp.parse(place).nqn}, {limits}, no multipath")
     elif (namespace := nvme_kernel.namespace_at(place)) is not None:
-        how = "NVMe passthrough, " if nvme_kernel.is_generic(place) else ""
-        check = _namespace(place, namespace)
-        yield replace(check, found=how + check.found)
+        yield _namespace(place, namespace)
+    elif not isinstance(devices.device_address(place), Path):
+        raise devices.passthrough_error(place)
     else:
         block = stat.S_ISBLK(os.stat(place).st_mode)
         yield Check(place, "ok", "a block device, no NVMe" if block else "a file")

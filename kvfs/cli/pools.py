@@ -28,8 +28,7 @@ def add_format(verbs: Verbs) -> None:
     sub.add_argument("pool", metavar="POOL", help="directory to make")
     sub.add_argument(
         "--device", action="append", default=[], metavar="PATH|URL",
-        help="a block device, a file, ng:/dev/ngXnY, or nvme-tcp://HOST:PORT/NQN?nsid=N; once for each; this or "
-        "--files is required",
+        help="a block device, a file, or nvme-tcp://HOST:PORT/NQN?nsid=N; once for each; this or --files is required",
     )  # fmt: skip
     sub.add_argument(
         "--files",

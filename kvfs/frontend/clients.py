@@ -1,5 +1,5 @@
 """The daemon's side of the native path: the requests of libkvfs on the control socket
-(native/src/base/wire_format.h).
+(native/include/kvfs_wire.h).
 
 A client gets the block table and the devices, and then reads by itself. Afterwards it asks only for changes, and for
 facts that the table does not hold. Clients are root, the daemon's user, and the members of the daemon's group. Even so
@@ -406,7 +406,7 @@ class _Connection:
     def _open_some(self, first: int, end: int, fds: list[int]) -> None:
         mode = os.O_RDWR if self._writable else os.O_RDONLY
         files = [(self._store.plane.table_fd(), os.O_RDONLY)]
-        files += [(one.shared_fd, mode | (os.O_DIRECT if one.direct else 0)) for one in self._store.devices]
+        files += [(one.fd, mode | (os.O_DIRECT if one.direct else 0)) for one in self._store.devices]
         if self._store.plane.pod is not None:
             files.append((self._store.plane.pod.fd, os.O_RDONLY))
         try:

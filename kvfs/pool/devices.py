@@ -1,4 +1,4 @@
-"""An open device, of each kind: a block device or a file, an NVMe/TCP namespace, a namespace by passthrough.
+"""An open device, of each kind: a block device or a file, or an NVMe/TCP namespace.
 
 Reads, writes and claims whole devices; knows nothing of their contents. Blocks. opening.py opens devices.
 """
@@ -8,19 +8,22 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvfs.errors import DeviceError
-from kvfs.pool import nvme_generic, nvme_kernel, nvme_tcp
+from kvfs.errors import DeviceError, UsageError
+from kvfs.pool import nvme_kernel, nvme_tcp
 from kvfs.pool.fence import Step, kernel_reservation, unsupported
 from kvfs.pool.geometry import LABEL_SIZE, STRIPE_UNIT_MIN, ZONES_OFFSET
 
-# Where a device is: a path, the URL of an NVMe/TCP namespace, or `ng:` and the path of a generic NVMe device.
+# Where a device is: a path, or the URL of an NVMe/TCP namespace.
 DeviceAddress = Path | str
 Tell = Callable[[str], None]
+# What stood before /dev/ngXnY while kvfs had NVMe passthrough.
+_PASSTHROUGH = "ng:"
 # Labels, and eight zones of the smallest kind.
 DEVICE_SIZE_MIN = ZONES_OFFSET + LABEL_SIZE + 8 * STRIPE_UNIT_MIN
 
@@ -37,11 +40,6 @@ class Device:
     # A descriptor that keeps others away as long as it is open; -1: none. io_uring and native clients have another one,
     # which may outlive this process for a moment.
     claim: int = field(default=-1, kw_only=True)
-
-    @property
-    def shared_fd(self) -> int:
-        """The descriptor that native clients open again for themselves."""
-        return self.fd
 
     def close(self) -> None:
         os.close(self.fd)
@@ -165,59 +163,18 @@ class _RemoteDoor(RemoteDevice):
         pass
 
 
-@dataclass(slots=True)
-class GenericDevice(Device):
-    """An NVMe namespace by passthrough. Native clients get the block device where one exists: it needs no privilege."""
-
-    namespace: nvme_generic.Namespace
-
-    @property
-    def shared_fd(self) -> int:
-        return self.fd if self.namespace.block_fd < 0 else self.namespace.block_fd
-
-    def leads_to(self, place: DeviceAddress) -> bool:
-        try:
-            return nvme_kernel.is_generic(place) and (
-                os.stat(nvme_kernel.path_of(place)).st_rdev == os.fstat(self.fd).st_rdev
-            )
-        except OSError:
-            return False
-
-    def take_over(self, old: Device) -> None:
-        Device.take_over(self, old)
-        self.namespace.fd = self.fd
-
-    def let_go(self) -> None:
-        self.namespace.fd = -1
-        self.namespace.close()
-
-    def door(self) -> Device:
-        namespace = self.namespace.duplicate()
-        return GenericDevice(self.path, namespace.fd, self.size, True, False, namespace)
-
-    def close(self) -> None:
-        self.namespace.close()
-
-    def same(self, place: DeviceAddress) -> bool:
-        path = nvme_kernel.path_of(self.path)
-        return nvme_kernel.is_generic(place) and os.path.samefile(path, nvme_kernel.path_of(place))
-
-    def reservation(self, step: Step, key: int, other: int = 0) -> None:
-        raise unsupported(str(self.path))
-
-    def sync(self) -> None:
-        self.namespace.flush()
-
-    def read(self, offset: int, size: int) -> bytes:
-        return self.namespace.read(offset, size)
-
-    def write(self, offset: int, data: bytes, *, durable: bool = True) -> None:
-        self.namespace.write(offset, data, durable=durable)
-
-
 def device_address(text: str) -> DeviceAddress:
-    """A device as a user, or pool.toml, names it."""
-    return text if nvme_tcp.is_url(text) or nvme_kernel.is_generic(text) else Path(text)
+    """A device as a user, or pool.toml, names it. An `ng:` address stays as it is: open_device() refuses it."""
+    return text if nvme_tcp.is_url(text) or text.startswith(_PASSTHROUGH) else Path(text)
+
+
+def passthrough_error(place: str) -> UsageError:
+    """Return the error for a device that an earlier kvfs used by NVMe passthrough, past the kernel's block layer."""
+    block = re.sub(r"(.*/)?ng(\d+n\d+)", r"/dev/nvme\2", place.removeprefix(_PASSTHROUGH))
+    return UsageError(
+        f"{place}: kvfs no longer has NVMe passthrough; name the block device, {block}, for --device or as the path "
+        "in pool.toml: it has the same content"
+    )
 
 
 def open_absent(path: DeviceAddress) -> Device:

@@ -7,7 +7,6 @@ controller.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,24 +14,6 @@ from pathlib import Path
 
 SYSFS = Path("/sys")
 _NAME = re.compile(r"nvme(\d+)n(\d+)")
-# Prefix of a device that is used by NVMe passthrough: ng:/dev/ng0n1.
-PREFIX = "ng:"
-
-
-def is_generic(text: object) -> bool:
-    return isinstance(text, str) and text.startswith(PREFIX)
-
-
-def path_of(place: object) -> Path:
-    return Path(str(place).removeprefix(PREFIX))
-
-
-def block_device_of(path: Path) -> Path | None:
-    """/dev/nvme0n1 of /dev/ng0n1; None if the kernel made none."""
-    real = Path(os.path.realpath(path))
-    found = re.fullmatch(r"ng(\d+n\d+)", real.name)
-    block = real.with_name(f"nvme{found[1]}") if found is not None else None
-    return block if block is not None and block.is_block_device() else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +66,8 @@ def namespaces() -> list[Namespace]:
 
 
 def namespace_at(place: str) -> Namespace | None:
-    """The namespace of a block device or generic device, by its path; None if the kernel has none there."""
-    path = path_of(place)
-    name = (block_device_of(path) or Path(path).resolve()).name
+    """The namespace of a block device, by its path; None if the kernel has none there."""
+    name = Path(place).resolve().name
     return _namespace(name) if _NAME.fullmatch(name) and (SYSFS / "class/block" / name).exists() else None
 
 

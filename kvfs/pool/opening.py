@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvfs.errors import DeviceError, ForeignLabelError, InUseError, KvfsError, PoolError, UsageError
-from kvfs.pool import nvme_generic, nvme_tcp, owner
+from kvfs.pool import nvme_tcp, owner
 from kvfs.pool.config import CONFIG_NAME, DeviceConfig, PoolConfig, compare, load
-from kvfs.pool.devices import Device, DeviceAddress, GenericDevice, RemoteDevice, Tell, device_address, open_absent
+from kvfs.pool.devices import Device, DeviceAddress, RemoteDevice, Tell, device_address, open_absent, passthrough_error
 from kvfs.pool.directory import replace_own
 from kvfs.pool.format import NO_NODE, Beat, Label
 from kvfs.pool.labels import beat_by_label, read_beats, read_labels
@@ -33,10 +33,11 @@ def open_device(
 ) -> Device:  # fmt: skip
     """Open for direct I/O. A device that is mounted or otherwise claimed is an error when exclusive, unless `holder`,
     which is open, has the claim. `shared`, as by the nodes of a pod: others may have it shared too, and none
-    exclusively, where it is a file. DeviceError, InUseError."""
+    exclusively, where it is a file. DeviceError, InUseError, UsageError."""
     if isinstance(path, str):
-        alone = exclusive and not shared
-        return _open_remote(path) if nvme_tcp.is_url(path) else _open_generic(path, exclusive=alone, writable=writable)
+        if not nvme_tcp.is_url(path):
+            raise passthrough_error(path)
+        return _open_remote(path)
     try:
         mode = os.stat(path).st_mode
     except OSError as error:
@@ -65,11 +66,6 @@ def open_device(
             os.close(claim)
         raise DeviceError(f"{path}: {os.strerror(error.errno or 0)}") from error
     return Device(path, fd, size, is_block, direct, claim=claim)
-
-
-def _open_generic(place: str, *, exclusive: bool, writable: bool) -> Device:
-    namespace = nvme_generic.Namespace(place, exclusive=exclusive, writable=writable)
-    return GenericDevice(place, namespace.fd, namespace.size, True, namespace.block_fd >= 0, namespace)
 
 
 def _open_remote(url: str) -> Device:

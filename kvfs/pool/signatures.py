@@ -11,7 +11,7 @@ import subprocess
 from pathlib import Path
 
 from kvfs.errors import FormatError, PoolError
-from kvfs.pool import nvme_kernel, nvme_tcp
+from kvfs.pool import nvme_tcp
 from kvfs.pool.devices import Device, DeviceAddress
 from kvfs.pool.format import FORMAT_VERSION, holds_label, unpack_label
 from kvfs.pool.geometry import LABEL_SIZE
@@ -112,12 +112,11 @@ def _holds_data(fd: int, at: int) -> bool:
 def _blkid(path: DeviceAddress) -> str | None:
     """The answer of blkid (util-linux), which knows rare signatures; None where it is not installed."""
     program = shutil.which("blkid") or shutil.which("blkid", path="/usr/sbin:/sbin")
-    block = nvme_kernel.block_device_of(nvme_kernel.path_of(path)) if nvme_kernel.is_generic(path) else path
-    if program is None or block is None or nvme_tcp.is_url(block):
+    if program is None or nvme_tcp.is_url(path):
         return None
     try:
         found = subprocess.run(
-            [program, "-p", "-o", "value", "-s", "TYPE", "-s", "PTTYPE", "--", os.fspath(block)],
+            [program, "-p", "-o", "value", "-s", "TYPE", "-s", "PTTYPE", "--", os.fspath(path)],
             capture_output=True, text=True, timeout=10, check=False, stdin=subprocess.DEVNULL,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):

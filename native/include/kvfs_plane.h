@@ -117,22 +117,6 @@ int kvfs_nvme_discover(const struct kvfs_nvme_target *target, struct kvfs_nvme_s
 /* The last failure of a kvfs_nvme_ call on this thread, as a message. The caller knows the address, so it has none. */
 const char *kvfs_nvme_error(void);
 
-/* ---- NVMe passthrough: /dev/ngXnY ---- */
-
-struct kvfs_generic_info {
-    uint64_t size; /* of the namespace, in bytes */
-    uint32_t block_size;
-    uint32_t transfer_size; /* of one command */
-    uint32_t nsid;
-    uint32_t write_cache;
-};
-/* For labels and sizes; they block. 0, -errno, or the status of NVMe. -ENOTTY: no such device. -EMEDIUMTYPE: its blocks have metadata, or
- * are not of 512 to 4096 bytes, or its commands carry less than 64 KiB. */
-int kvfs_generic_info(int fd, struct kvfs_generic_info *out);
-/* Whole blocks. */
-int kvfs_generic_io(int fd, const struct kvfs_generic_info *info, uint32_t write, uint64_t offset, void *data, uint32_t size);
-int kvfs_generic_flush(int fd, const struct kvfs_generic_info *info);
-
 /* device_fds stay the caller's and must outlive the plane. zones_offset[device] is where its zone 0 begins; members is segment_count *
  * stripe_width long. */
 int kvfs_plane_create(const struct kvfs_plane_config *config, const int *device_fds, const uint64_t *zones_offset, const struct kvfs_member *members,

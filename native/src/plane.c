@@ -1,6 +1,5 @@
 /* The plane: builds and takes down the parts, counts. */
 #include "block/feed.h"
-#include "io/nvme/generic.h"
 #include "io/nvme/tcp.h"
 #include "virtiofs/virtio.h"
 
@@ -94,10 +93,7 @@ static int array_build(struct kvfs_plane *plane, const int *device_fds, const ui
     for (uint32_t i = 0; i < c->device_count; i++) {
         plane->array.devices[i].fd = device_fds[i];
         plane->array.devices[i].zones_offset = zones_offset[i];
-        plane->array.passthrough |= generic_is(device_fds[i]);
-        r = device_probe(&plane->array, &plane->array.devices[i]);
-        if (r < 0)
-            return fail(r, "device %u: NVMe passthrough: %s", i, strerror(-r));
+        device_probe(&plane->array.devices[i]);
     }
     return 0;
 }
@@ -370,13 +366,9 @@ int kvfs_device_stop(struct kvfs_plane *plane, uint32_t device) {
 int kvfs_device_use(struct kvfs_plane *plane, uint32_t device) {
     if (device >= plane->config.device_count)
         return -ERANGE;
-    if (generic_is(plane->array.devices[device].fd) && !plane->array.passthrough)
-        return fail(-EOPNOTSUPP, "NVMe passthrough beside devices that were opened without it: mount the pool again");
-    int r = device_probe(&plane->array, &plane->array.devices[device]);
-    if (r < 0)
-        return fail(r, "NVMe passthrough: %s", strerror(-r));
+    device_probe(&plane->array.devices[device]);
     char reason[NVME_REASON + 96];
-    r = nvme_device_use(&plane->array, device, reason, sizeof(reason));
+    int r = nvme_device_use(&plane->array, device, reason, sizeof(reason));
     if (r < 0)
         return fail(r, "%s", reason);
     atomic_store(&plane->array.devices[device].stuck_until_ns, 0);

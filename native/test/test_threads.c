@@ -133,14 +133,6 @@ static void test_each_call_may_be_denied(void) {
     check_denied(SYS_io_uring_enter, ENOSYS, "threads (io_uring_enter: Function not implemented): ");
 }
 
-static void test_passthrough_is_refused(void) {
-    struct ring ring;
-    array_make(5000);
-    array.passthrough = true;
-    CHECK(ring_init(&ring, &array, 64) == -EOPNOTSUPP && strstr(ring_advice(-EOPNOTSUPP), "ng:"));
-    array_end();
-}
-
 /* ---- devices ---- */
 
 static void test_errors_and_faults_are_the_device_s(void) {
@@ -402,7 +394,6 @@ static void test_polls(void) {
 int main(void) {
     RUN(test_each_call_may_be_denied);
     deny(SYS_io_uring_setup, EPERM); /* from here on */
-    RUN(test_passthrough_is_refused);
     RUN(test_errors_and_faults_are_the_device_s);
     RUN(test_many_rings);
     RUN(test_a_device_that_hangs_takes_nobody_else_s_threads);

@@ -38,7 +38,7 @@ FULL = {
     "imagePullSecrets": [{"name": "registry"}],
     "pool": {
         "name": "fast", "devices": [f"/dev/disk/by-path/pci-0000:0{number}:00.0-nvme-1" for number in (1, 2)],
-        "nodes": {"node-a.example": [BY_ID, "ng:/dev/ng0n1", "nvme-tcp://10.0.0.7:4420/nqn.2026-01.example:a?nsid=1"]},
+        "nodes": {"node-a.example": [BY_ID, "nvme-tcp://10.0.0.7:4420/nqn.2026-01.example:a?nsid=1"]},
         "formatArgs": ["--stripe-width", "2"], "directory": "/srv/pools", "mounts": "/mnt/kvfs",
     },
     "daemon": {"staging": "1G", "readMemory": "512M",

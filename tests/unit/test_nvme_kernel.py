@@ -1,16 +1,18 @@
-"""The kernel's sysfs on NVMe namespaces, and devices that are not of the kind that `ng:` asks for."""
+"""The kernel's sysfs on NVMe namespaces, and devices that were used by NVMe passthrough."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from store_pools import make_pool
 
 from kvfs import doctor
-from kvfs.errors import DeviceError, UsageError
+from kvfs.errors import UsageError
 from kvfs.pool import nvme_kernel
+from kvfs.pool.config import load
 from kvfs.pool.devices import device_address
-from kvfs.pool.opening import open_device
+from kvfs.pool.opening import open_device, open_pool
 
 
 def write(path: Path, text: str) -> None:
@@ -44,7 +46,7 @@ def test_a_pcie_namespace(sysfs: Path) -> None:
     add_block(sysfs, controller, "nvme0n1p1", "write back")
     [found] = nvme_kernel.namespaces()
     assert found.text == "pcie, nqn.a, blocks of 4096 bytes, MDTS 512 KiB, volatile write cache, no multipath"
-    assert found == nvme_kernel.namespace_at("ng:/dev/nvme0n1") and nvme_kernel.namespace_at("/dev/sda") is None
+    assert found == nvme_kernel.namespace_at("/dev/nvme0n1") and nvme_kernel.namespace_at("/dev/sda") is None
     assert ("nvme0n1", "ok") in {(check.name, check.state) for check in doctor.examine()}
 
 
@@ -69,14 +71,26 @@ def test_a_namespace_of_several_paths(sysfs: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "error", "words"),
-    [
-        ("ng:/dev/null", DeviceError, "not an NVMe namespace"),
-        ("ng:/dev/nothing", DeviceError, "No such file"),
-        ("ng:ng0n1", UsageError, "ng:/dev/ngXnY"),
-        (f"ng:{__file__}", DeviceError, "not a generic NVMe device"),
-    ],
+    ("place", "block"),
+    [("ng:/dev/ng0n1", "/dev/nvme0n1,"), ("ng:/dev/ng12n3", "/dev/nvme12n3,"), ("ng:/dev/null", "/dev/null,")],
 )
-def test_what_is_no_generic_device_is_refused(place: str, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
+def test_passthrough_is_refused_and_the_block_device_named(place: str, block: str) -> None:
+    with pytest.raises(UsageError, match="no longer has NVMe passthrough") as caught:
         open_device(device_address(place))
+    assert str(caught.value).startswith(f"{place}: ") and block in str(caught.value)
+
+
+def test_a_pool_with_such_a_device_is_not_opened_without_it(tmp_path: Path) -> None:
+    """The block device has its content: the pool is whole."""
+    pool = make_pool(tmp_path / "pool")
+    description = pool / "pool.toml"
+    text = description.read_text()
+    found = load(pool)
+    assert found is not None and text.count(f'"{found.devices[1].path}"') == 1
+    description.write_text(text.replace(f'"{found.devices[1].path}"', '"ng:/dev/ng1n1"'))
+    for degraded in (False, True):
+        with pytest.raises(UsageError, match="name the block device, /dev/nvme1n1,"):
+            open_pool(pool, degraded=degraded)
+    assert [
+        check for check in doctor.examine([str(pool)]) if "/dev/nvme1n1" in check.found and check.state == "missing"
+    ]

@@ -303,7 +303,7 @@ def test_native_clients_and_io_uring_hold_no_claim(tmp_path: Path) -> None:
     """Their hold on a device outlives the daemon; nobody must wait for its end."""
     pool = make_pool(tmp_path / "pool")
     device = open_device(pool / "devices/0")
-    theirs = [os.dup(device.fd), os.open(f"/proc/self/fd/{device.shared_fd}", os.O_RDWR)]
+    theirs = [os.dup(device.fd), os.open(f"/proc/self/fd/{device.fd}", os.O_RDWR)]
     device.close()
     open_device(pool / "devices/0").close()
     for fd in theirs:

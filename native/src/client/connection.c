@@ -271,7 +271,7 @@ static int devices_open(struct kvfs_client *client, struct connection *connectio
     for (uint32_t i = 0; i < connection->array.device_count; i++) {
         struct device *device = &connection->array.devices[i];
         device->fd = connection->fds[i];
-        device_probe(&connection->array, device);
+        device_probe(device);
         uint32_t alignment = memory_alignment(device->fd);
         if (alignment > connection->memory_alignment)
             connection->memory_alignment = alignment;

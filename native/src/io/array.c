@@ -9,7 +9,6 @@
 #include <sys/sysmacros.h>
 #include <unistd.h>
 
-#include "io/nvme/generic.h"
 #include "io/nvme/tcp.h"
 #include "io/ring.h"
 
@@ -62,20 +61,11 @@ void device_kind_set(struct device *device, const struct device_ops *kind) {
     atomic_compare_exchange_strong(&device->ops, &before, kind); /* it fails where faults are wrapped around the kind: they stay */
 }
 
-int device_probe(const struct kvfs_array *array, struct device *device) {
+void device_probe(struct device *device) {
     struct kvfs_nvme_target target;
     const struct device_ops *kind = is_memory(device->fd) ? &memory_ops : &uring_ops;
     if (nvme_target_of(device->fd, &target))
         kind = &nvme_tcp_ops;
     atomic_store(&device->blocks, may_block(device->fd));
-    if (array->passthrough && generic_is(device->fd)) {
-        int r = generic_device(device);
-        if (r < 0)
-            return r;
-        kind = &passthrough_ops;
-    } else {
-        device->nsid = device->block_size = device->transfer_size = 0;
-    }
     device_kind_set(device, kind);
-    return 0;
 }

@@ -14,8 +14,6 @@ struct io_part;
 /* The operations of a kind of device on one part of an I/O. Only the ring's own thread calls them. Each part ends with ring_part_complete(). */
 struct device_ops {
     void (*start)(struct ring *ring, struct io_part *part);
-    /* An io_uring operation of the part has ended with *result. True: the part has ended, and *result is the part's. NULL: a part is one operation. */
-    bool (*reaped)(struct io_part *part, int *result);
     /* The part has missed its deadline. cancel comes before the group's callback, and asks the kernel to end the part. expire comes after
      * the callback, gives the part up, and may end it at once. Either may be NULL. */
     void (*cancel)(struct ring *ring, struct io_part *part);
@@ -27,15 +25,14 @@ struct fault_rule {
     atomic_uint fault, direction, every, value, counter;
 };
 struct device {
-    int fd;                                      /* the number stays; the file behind it may change (kvfs_device_use) */
-    const struct device_ops *_Atomic kind;       /* as device_probe() found it */
-    const struct device_ops *_Atomic ops;        /* rings start parts by these: the kind's, or fault_ops around them */
-    _Atomic(struct nvme_remote *) remote;        /* NVMe/TCP, where fd only names the target. Else NULL */
-    atomic_uint nsid, block_size, transfer_size; /* NVMe passthrough: a command carries at most transfer_size. Else 0 */
-    atomic_bool stopped;                         /* out of service: its I/O fails at once */
-    atomic_uint uses;                            /* counts kvfs_device_use: what waits for the device of before does not begin */
-    atomic_bool blocks;                          /* submitting its I/O may block, so a kernel thread does it */
-    atomic_ullong stuck_until_ns;                /* fail_fast: after a missed deadline its I/O fails at once until then */
+    int fd;                                /* the number stays; the file behind it may change (kvfs_device_use) */
+    const struct device_ops *_Atomic kind; /* as device_probe() found it */
+    const struct device_ops *_Atomic ops;  /* rings start parts by these: the kind's, or fault_ops around them */
+    _Atomic(struct nvme_remote *) remote;  /* NVMe/TCP, where fd only names the target. Else NULL */
+    atomic_bool stopped;                   /* out of service: its I/O fails at once */
+    atomic_uint uses;                      /* counts kvfs_device_use: what waits for the device of before does not begin */
+    atomic_bool blocks;                    /* submitting its I/O may block, so a kernel thread does it */
+    atomic_ullong stuck_until_ns;          /* fail_fast: after a missed deadline its I/O fails at once until then */
     uint64_t zones_offset;
     atomic_ullong reads, read_bytes, writes, write_bytes, errors, timeouts, read_ns, write_ns;
     atomic_ullong buckets[2][KVFS_DEVICE_BUCKETS]; /* of reads, of writes: by their times */
@@ -52,7 +49,6 @@ struct kvfs_array {
     atomic_uint devices_changed; /* counts kvfs_device_use; each ring then registers the files again */
     uint32_t inline_max;         /* I/O of a RAM disk is done inline up to this size */
     bool fail_fast;
-    bool passthrough;                  /* some device has it: rings have large entries */
     atomic_ullong stuck_until_ns;      /* a device missed a deadline: for the time of ten, no read goes to a guest's own pages */
     atomic_ullong answered_ns;         /* of any device to any ring: the last, or one shortly before (turns.c) */
     atomic_ullong orphans;             /* I/Os that missed their deadline and have not come back */
@@ -66,16 +62,14 @@ struct kvfs_array {
 /* geometry's segment_size and segment_pages follow from the rest. Descriptors, offsets and members are the caller's to set. 0 or -ENOMEM. */
 int array_init(struct kvfs_array *array, const struct geometry *geometry, uint32_t device_count);
 void array_free(struct kvfs_array *array); /* also after array_init failed; hosts have stopped */
-/* Find out what kind of device the descriptor leads to; before its first I/O, and when it leads elsewhere. -errno of NVMe passthrough, which is
- * looked for only if the array has it. */
-int device_probe(const struct kvfs_array *array, struct device *device);
+/* Find out what kind of device the descriptor leads to; before its first I/O, and when it leads elsewhere. */
+void device_probe(struct device *device);
 void device_kind_set(struct device *device, const struct device_ops *kind);
 
-extern const struct device_ops uring_ops;       /* io/uring.c: files and block devices */
-extern const struct device_ops memory_ops;      /* io/uring.c: RAM disks */
-extern const struct device_ops passthrough_ops; /* io/nvme/generic.c */
-extern const struct device_ops nvme_tcp_ops;    /* io/nvme/queue.c */
-extern const struct device_ops fault_ops;       /* io/fault.c: around any of these */
+extern const struct device_ops uring_ops;    /* io/uring.c: files and block devices */
+extern const struct device_ops memory_ops;   /* io/uring.c: RAM disks */
+extern const struct device_ops nvme_tcp_ops; /* io/nvme/queue.c */
+extern const struct device_ops fault_ops;    /* io/fault.c: around any of these */
 
 /* Every `every`-th I/O in `direction` (1 reads, 2 writes, 3 both) from now on has the fault: enum kvfs_fault. Any thread. */
 void fault_set(struct device *device, uint32_t fault, uint32_t direction, uint32_t every, uint32_t value);

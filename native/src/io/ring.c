@@ -24,7 +24,7 @@ static int proved(struct ring *ring) {
     struct __kernel_timespec ts = {.tv_sec = PROOF_S};
     struct io_uring_cqe *cqe;
     struct io_uring_sqe *sqe = io_uring_get_sqe(&ring->uring);
-    if (ring->array->passthrough || ring->uring.flags & IORING_SETUP_SQE128)
+    if (ring->uring.flags & IORING_SETUP_SQE128)
         memset(sqe, 0, 2 * sizeof(*sqe));
     io_uring_prep_nop(sqe);
     sqe->user_data = RING_CANCELS;
@@ -41,12 +41,10 @@ static int uring_make(struct ring *ring, unsigned entries, bool wide, enum ring_
     struct kvfs_array *array = ring->array;
     struct io_uring_params params = {.flags = IORING_SETUP_CQSIZE | IORING_SETUP_COOP_TASKRUN | IORING_SETUP_CLAMP, .cq_entries = entries * 4};
     *step = RING_SETUP;
-    if (array->passthrough)
-        params.flags |= IORING_SETUP_CQE32;
-    if (array->passthrough || wide)
+    if (wide)
         params.flags |= IORING_SETUP_SQE128;
     int r = io_uring_queue_init_params(entries, &ring->uring, &params);
-    if (r == -EINVAL && !array->passthrough) { /* before 5.19 */
+    if (r == -EINVAL) { /* before 5.19 */
         memset(&params, 0, sizeof(params));
         params.flags = IORING_SETUP_CQSIZE | IORING_SETUP_CLAMP;
         params.cq_entries = entries * 4;
@@ -96,7 +94,7 @@ static int setup(struct ring *ring, struct kvfs_array *array, unsigned entries, 
     if (memory && (r == -EPERM || r == -EACCES || r == -ENOSYS || r == -ENOMEM)) {
         unsigned none = 0;
         atomic_compare_exchange_strong(&array->refused, &none, (unsigned)-r << 2 | step);
-        r = array->passthrough ? -EOPNOTSUPP : threads_ring_init(ring);
+        r = threads_ring_init(ring);
     }
     if (r >= 0) {
         atomic_fetch_add(&array->rings[ring->threads != NULL], 1);
@@ -126,9 +124,6 @@ void ring_tell(struct kvfs_array *array, char *out, uint32_t capacity) {
 
 const char *ring_advice(int error) {
     switch (error) {
-    case -EOPNOTSUPP:
-        return "; io_uring is denied or has no memory to lock, and NVMe passthrough (ng:) needs it: allow io_uring in the seccomp profile, "
-               "give CAP_IPC_LOCK or more memlock, set kernel.io_uring_disabled=0, or name the block device";
     case -EAGAIN:
         return "; io_uring is denied, and no thread could be made instead: raise pids.max of the cgroup or the limit of processes (ulimit -u)";
     case -ENOMEM: return "; io_uring has no memory to lock: give CAP_IPC_LOCK, or raise the memlock limit (ulimit -l)";
@@ -235,11 +230,8 @@ static int group_fill(struct io_group *group, const struct kvfs_array *array, ui
         while (left) {
             uint64_t unit_index = offset / unit, inside = offset % unit;
             uint32_t member = (uint32_t)(unit_index % width);
-            uint64_t size = min_u64(left, unit - inside), transfer = array->devices[members[member].device].transfer_size;
-            bool whole = counts[member] && transfer && sizes[member] % transfer == 0; /* the next command begins with a piece */
-            if (transfer)
-                size = min_u64(size, transfer - (counts[member] ? sizes[member] % transfer : 0));
-            if (counts[member] && !whole) { /* contiguous in memory too? then one iovec */
+            uint64_t size = min_u64(left, unit - inside);
+            if (counts[member]) { /* contiguous in memory too? then one iovec */
                 struct piece *before = &pieces[last[member]];
                 if ((uint8_t *)before->iov.iov_base + before->iov.iov_len == data) {
                     before->iov.iov_len += size;
@@ -579,9 +571,7 @@ static uint32_t uring_reap(struct ring *ring) {
             ring->beside->event(ring, data, flags);
         } else {
             seen++;
-            struct io_part *part = (struct io_part *)(uintptr_t)data;
-            if (!part->ops->reaped || part->ops->reaped(part, &result))
-                ring_part_complete(ring, part, result);
+            ring_part_complete(ring, (struct io_part *)(uintptr_t)data, result);
         }
     }
     return seen;
