@@ -1,4 +1,4 @@
-/* sources: base block io client pod */
+/* sources: base block io client pod load/measure.c */
 /* kvfs_measure.h on files, many threads at once, for the sanitizers: tests/native/test_bench_verb.py has a pool's kinds. */
 #define _GNU_SOURCE
 #include <errno.h>

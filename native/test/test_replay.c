@@ -1,4 +1,4 @@
-/* sources: client/replay.c */
+/* sources: load/replay.c */
 /* kvfs_replay.h on a directory, many threads at once, for the sanitizers: what tests/unit/test_replay.py counts is not counted here again.
  * The client is a double: a set of keys in memory, whose bytes it checks and makes itself. */
 #define _GNU_SOURCE
