@@ -34,6 +34,7 @@ HEADERS = [
     "kvfs_names.h",
     "kvfs_pod.h",
     "kvfs_plane.h",
+    "kvfs_wire.h",
     "kvfs_frames.h",
     "kvfs.h",
     "kvfs_gpu.h",

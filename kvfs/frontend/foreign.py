@@ -1,5 +1,5 @@
 """Requests of native clients about blocks of other nodes of a pod: FOREIGN, FOREIGN_LEASE, FRESH
-(native/src/base/wire_format.h).
+(native/include/kvfs_wire.h).
 
 A client finds such blocks in the pod map and reads them by itself. Their names are known by their keys alone; the owner
 of a block is that of its segment. Knows frames, the pod map, and this node's leases. The daemon knows how nodes are
@@ -8,21 +8,19 @@ asked.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import trio
 
+from kvfs._native import lib
 from kvfs.frames import FrameError
+from kvfs.frontend.wire import FOREIGN, LEASE, WORD
 from kvfs.lent import Part
 from kvfs.podmap import FOREIGN_BLOCK_SIZE, PodMap
 from kvfs.store.leases import Leases, Lessee
 
-_FOREIGN = struct.Struct("<II")
-_LEASE = struct.Struct("<QII")
-_WORD = struct.Struct("<Q")
-_TOUCH, _LAST = 2, 3
+_TOUCH, _LAST = lib.WIRE_FOREIGN_TOUCH, lib.WIRE_FOREIGN_BAD
 
 
 class Kept(NamedTuple):
@@ -57,12 +55,12 @@ class ForeignRequests:
         self._map, self._leases, self._others = podmap, leases, others
 
     def note(self, payload: bytes) -> None:
-        what, count = _FOREIGN.unpack_from(payload)
-        blocks = memoryview(payload)[_FOREIGN.size :]
+        what, count = FOREIGN.unpack_from(payload)
+        blocks = memoryview(payload)[FOREIGN.size :]
         if not 1 <= what <= _LAST or not count or len(blocks) != count * FOREIGN_BLOCK_SIZE:
             raise FrameError(f"news {what} of {count} blocks of other nodes in {len(blocks)} bytes")
         if what != _TOUCH:
-            self._map.note(what, Part(payload, _FOREIGN.size))
+            self._map.note(what, Part(payload, FOREIGN.size))
             return
         for slot, (_, keys) in self._map.by_owner(blocks).items():
             self._others.tell_used(slot, keys)
@@ -72,8 +70,8 @@ class ForeignRequests:
         await trio.to_thread.run_sync(self._others.fresh)
 
     async def lease(self, lessee: Lessee, payload: bytes) -> bytes:
-        number, milliseconds, reserved = _LEASE.unpack_from(payload)
-        blocks = memoryview(payload)[_LEASE.size :]
+        number, milliseconds, reserved = LEASE.unpack_from(payload)
+        blocks = memoryview(payload)[LEASE.size :]
         if not milliseconds or reserved or not blocks or len(blocks) % FOREIGN_BLOCK_SIZE:
             raise FrameError(f"a lease for {milliseconds} ms with {len(blocks)} bytes of blocks of other nodes")
         count = len(blocks) // FOREIGN_BLOCK_SIZE
@@ -89,4 +87,4 @@ class ForeignRequests:
                         held[place] = one
                     asking.add(sum(kept.held), kept.release)
                 number = asking.enter()
-        return _WORD.pack(number) + (held if number else bytes(count))
+        return WORD.pack(number) + (held if number else bytes(count))

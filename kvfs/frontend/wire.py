@@ -1,4 +1,4 @@
-"""Frames of native clients as bytes (native/src/base/wire_format.h): what they are made of, and what is read from them.
+"""Frames of native clients as bytes (native/include/kvfs_wire.h): what they are made of, and what is read from them.
 
 Every size, count and name is checked here (I18). A breach is a Violation, which ends that client's connection and
 nothing else.
@@ -18,6 +18,7 @@ from enum import IntEnum, IntFlag
 
 import trio
 
+from kvfs._native import ffi, lib
 from kvfs.errors import KvfsError
 from kvfs.types import NAME_MAX, InodeNumber
 
@@ -25,64 +26,76 @@ Path = Sequence[bytes]  # its parts
 
 MAGIC = b"KVFSCLI1"
 # The versions of the protocol that are served, the daemon's own last.
-VERSIONS = (4, 5)
-ITEMS_MAX = 4096
-DIRECTORIES_MAX = 256
-FDS_MAX = 128
-WELCOME_MAX = 16 << 20
-READ_ONLY = 1
+VERSIONS = tuple(range(lib.KVFS_WIRE_OLDEST, lib.KVFS_WIRE_VERSION + 1))
+ITEMS_MAX: int = lib.KVFS_WIRE_ITEMS_MAX
+DIRECTORIES_MAX: int = lib.KVFS_WIRE_DIRECTORIES_MAX
+FDS_MAX: int = lib.KVFS_WIRE_FDS_MAX
+WELCOME_MAX: int = lib.KVFS_WIRE_SIZE_MAX
+READ_ONLY: int = lib.KVFS_READ_ONLY
 TIMEOUT_MAX_MS = 3_600_000
-SPACE_MAX = 1023
-ERRNO_MAX = 4095
-EVENTS_BEGIN, EVENTS_PATH = 1, 2
+SPACE_MAX: int = lib.KVFS_WIRE_SPACE_MAX
+ERRNO_MAX: int = lib.KVFS_WIRE_ERRNO_MAX
+EVENTS_BEGIN: int = lib.KVFS_WIRE_EVENTS_BEGIN
+EVENTS_PATH: int = lib.KVFS_WIRE_EVENTS_PATH
 _SO_PEERGROUPS = 59
 # Linux 6.16 (asm-generic/socket.h): whether a peer may send descriptors at all.
 SO_PASSRIGHTS = 83
+_CODES = {"uint8_t": "B", "uint16_t": "H", "uint32_t": "I", "int32_t": "i", "uint64_t": "Q", "int64_t": "q"}
 
-HELLO = struct.Struct("<8sII")
-PATIENCE = struct.Struct("<II")
-FRAME = struct.Struct("<IHHiI")
-WELCOME = struct.Struct("<II16sQQQQIIIIII")
-WHERE = struct.Struct("<QHHI")
-RESERVE = struct.Struct("<QII")
-COMMIT = struct.Struct("<Qq")
+
+def layout(name: str, fields: slice = slice(None)) -> struct.Struct:
+    """Return some fields of a struct of kvfs_wire.h, packed as C has them."""
+    found = ffi.typeof(f"struct {name}").fields[fields]
+    codes = (_CODES[one.type.cname] if one.type.kind == "primitive" else f"{one.type.length}s" for _, one in found)
+    result = struct.Struct("<" + "".join(codes))
+    assert result.size == found[-1][1].offset + ffi.sizeof(found[-1][1].type) - found[0][1].offset, name
+    return result
+
+
+# A hello's last two fields are read once its version is known.
+HELLO, PATIENCE = layout("wire_hello", slice(3)), layout("wire_hello", slice(3, None))
+FRAME = layout("wire_frame")
+WELCOME = layout("wire_welcome")
+WHERE = layout("wire_where")
+RESERVE = layout("wire_reserve")
+COMMIT = layout("wire_commit")
 WORD = struct.Struct("<Q")
 WORDS = struct.Struct("<QQ")
-LEASE = struct.Struct("<QII")
-EVENTS = struct.Struct("<IIQ")
-FEED = struct.Struct("<QQQ")
-assert (HELLO.size, FRAME.size, WELCOME.size) == (16, 16, 80)
+LEASE = layout("wire_lease")
+EVENTS = layout("wire_events")
+FEED = layout("wire_feed")
+FOREIGN = layout("wire_foreign")
 
 
 class Type(IntEnum):
-    HELLO = 1
-    DESCRIPTORS = 2
-    RESERVE = 3
-    COMMIT = 4
-    DELETE = 5
-    LIST = 6
-    LOOKUP = 7
-    BAD_BLOCK = 8
-    HITS = 9
-    REPORT = 10
-    CLOSE = 11
-    LEASE = 12
-    RELEASE = 13
-    EVENTS = 14
-    TOUCH = 15
-    FOREIGN = 16
-    FOREIGN_LEASE = 17
-    FRESH = 18
-    DONE = 19
+    HELLO = lib.WIRE_HELLO
+    DESCRIPTORS = lib.WIRE_DESCRIPTORS
+    RESERVE = lib.WIRE_RESERVE
+    COMMIT = lib.WIRE_COMMIT
+    DELETE = lib.WIRE_DELETE
+    LIST = lib.WIRE_LIST
+    LOOKUP = lib.WIRE_LOOKUP
+    BAD_BLOCK = lib.WIRE_BAD_BLOCK
+    HITS = lib.WIRE_HITS
+    REPORT = lib.WIRE_REPORT
+    CLOSE = lib.WIRE_CLOSE
+    LEASE = lib.WIRE_LEASE
+    RELEASE = lib.WIRE_RELEASE
+    EVENTS = lib.WIRE_EVENTS
+    TOUCH = lib.WIRE_TOUCH
+    FOREIGN = lib.WIRE_FOREIGN
+    FOREIGN_LEASE = lib.WIRE_FOREIGN_LEASE
+    FRESH = lib.WIRE_FRESH
+    DONE = lib.WIRE_DONE
 
 
 class Flags(IntFlag):
     """enum wire_flag."""
 
-    TABLE = 1
-    HASHES = 2
-    LONG = 4
-    PARENTS = 8
+    TABLE = lib.WIRE_TABLE
+    HASHES = lib.WIRE_HASHES
+    LONG = lib.WIRE_LONG
+    PARENTS = lib.WIRE_PARENTS
 
 
 class Violation(Exception):

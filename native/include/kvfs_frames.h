@@ -1,7 +1,7 @@
 /* Requests of native clients, one call for many blocks: places for blocks that they write themselves, the names of these blocks, and removals.
  *
  * A reservation has a place, an inode number and a version. Until its commit nothing leads to it. Then the block enters names, table and places in
- * one step (I4), under the rules of kvfs/store/reservations.py. Frames are those of src/base/wire_format.h, without their heads; every byte may be a
+ * one step (I4), under the rules of kvfs/store/reservations.py. Frames are those of kvfs_wire.h, without their heads; every byte may be a
  * liar's. A call handles KVFS_FRAME_PART items at most, so that nobody waits long for a step. All from the one control-plane thread. 0, a count,
  * or -errno.
  */

@@ -3,7 +3,7 @@
  * the same names. Names, block table, places and the table of reservations agree after each step, also where memory ends. And frames of any bytes. */
 #include "kernel_harness.h"
 
-#include "base/wire_format.h"
+#include "kvfs_wire.h"
 
 #define END_PAGE 4096u
 #define HOLDERS 3u

@@ -7,7 +7,8 @@ import struct
 import pytest
 from kvfs._native import ffi, lib
 
-from kvfs import plane, record, types
+from kvfs import plane, podmap, record, types
+from kvfs.frontend import wire
 from kvfs.pool import geometry
 from kvfs.record import Extent, Inode, InodeFlags, Kind
 from kvfs.types import InodeNumber, SegmentIndex
@@ -55,6 +56,38 @@ def test_a_field_read_in_place_is_the_c_struct_s(name: str) -> None:
     assert ffi.offsetof(STRUCT, fields[0]) == offset
     reader: struct.Struct = getattr(record, name)
     assert reader.unpack_from(packed, offset) == tuple(getattr(seen, field) for field in fields)
+
+
+# What another build speaks: a change here is a new version of the protocol (KVFS_WIRE_VERSION).
+FRAMES = {
+    "FRAME": "<IHHiI", "HELLO": "<8sII", "PATIENCE": "<II", "WELCOME": "<II16sQQQQIIIIII", "WHERE": "<QHHI",
+    "RESERVE": "<QII", "COMMIT": "<Qq", "LEASE": "<QII", "EVENTS": "<IIQ", "FEED": "<QQQ", "FOREIGN": "<II",
+}  # fmt: skip
+
+
+def test_frames_are_read_as_c_lays_them_out() -> None:
+    assert {name: getattr(wire, name).format for name in FRAMES} == FRAMES
+    frame = ffi.new("struct wire_frame *", {"size": 1, "type": 2, "reserved": 3, "status": -4, "id": 5})
+    assert wire.FRAME.unpack(bytes(ffi.buffer(frame))) == (1, 2, 3, -4, 5)
+    hello = ffi.new("struct wire_hello *", {"version": 6, "flags": 7, "timeout_ms": 8, "reserved": 9})
+    assert wire.HELLO.unpack_from(bytes(ffi.buffer(hello)))[1:] == (6, 7)
+    assert wire.PATIENCE.unpack_from(bytes(ffi.buffer(hello)), wire.HELLO.size) == (8, 9)
+    assert ffi.sizeof("struct wire_foreign_block") == podmap.FOREIGN_BLOCK_SIZE
+
+
+def test_a_struct_with_a_hole_has_no_layout() -> None:
+    with pytest.raises(AssertionError, match="wire_reserved"):
+        wire.layout("wire_reserved", slice(1, None, 2))
+
+
+def test_types_and_flags_of_frames_have_another_build_s_numbers() -> None:
+    assert [kind.name for kind in wire.Type] == [
+        "HELLO", "DESCRIPTORS", "RESERVE", "COMMIT", "DELETE", "LIST", "LOOKUP", "BAD_BLOCK", "HITS", "REPORT", "CLOSE",
+        "LEASE", "RELEASE", "EVENTS", "TOUCH", "FOREIGN", "FOREIGN_LEASE", "FRESH", "DONE",
+    ]  # fmt: skip
+    assert [int(kind) for kind in wire.Type] == list(range(1, 20))
+    assert {flag.name: int(flag) for flag in wire.Flags} == {"TABLE": 1, "HASHES": 2, "LONG": 4, "PARENTS": 8}
+    assert wire.VERSIONS == (4, 5) and (wire.EVENTS_BEGIN, wire.EVENTS_PATH) == (1, 2)
 
 
 def test_constants_and_events_have_c_s_values() -> None:

@@ -14,7 +14,7 @@
 #define KVFS_CLIENT_INTERNAL_H
 
 #include "block/block.h"
-#include "base/wire_format.h"
+#include "kvfs_wire.h"
 #include "io/ring.h"
 #include "kvfs.h"
 #include "pod/foreign.h"

@@ -1,4 +1,4 @@
-/* Frames to and from the daemon (wire_format.h): sent whole, received by whichever thread waits. */
+/* Frames to and from the daemon (kvfs_wire.h): sent whole, received by whichever thread waits. */
 #include "base/descriptor.h"
 #include "client/client.h"
 

@@ -2,7 +2,7 @@
  * places agree (I11), also where memory ends. */
 #include "content/content.h"
 
-#include "base/wire_format.h"
+#include "kvfs_wire.h"
 
 struct commit {
     struct kvfs_commit told; /* first */

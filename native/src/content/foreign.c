@@ -1,6 +1,6 @@
 /* Blocks of other nodes of the pod, for requests: looked up in the pod map, opened, read, and removed by name. And what other nodes tell. */
 #include "pod/foreign.h"
-#include "base/wire_format.h"
+#include "kvfs_wire.h"
 #include "content/content.h"
 
 int foreign_look(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t name_size, struct kvfs_record *out) {

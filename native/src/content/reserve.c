@@ -4,7 +4,7 @@
 
 #include <sys/stat.h>
 
-#include "base/wire_format.h"
+#include "kvfs_wire.h"
 
 struct reserve {
     struct kvfs_reserve told; /* first */

@@ -6,19 +6,21 @@
  * have no answer; CLOSE comes unasked. An answer with status < 0 is -errno and its payload a message. Either side hangs up on a frame that breaks a
  * rule below. When the connection ends, the daemon takes back every reservation that was not committed, and ends every lease.
  */
-#ifndef KVFS_WIRE_FORMAT_H
-#define KVFS_WIRE_FORMAT_H
+#ifndef KVFS_WIRE_H
+#define KVFS_WIRE_H
 
 #include "kvfs_format.h"
 
 #define KVFS_WIRE_VERSION 5 /* RESERVE names the block before by its number */
-#define KVFS_WIRE_OLDEST \
-    4 /* format 2 came with it: a library that knows format 1 cannot read its blocks. Spoken too, by both sides: an upgrade of either leaves the other at work */
-#define KVFS_WIRE_SIZE_MAX (16u << 20) /* of a payload */
-#define KVFS_WIRE_FDS_MAX 128          /* in one frame */
-#define KVFS_WIRE_ITEMS_MAX 4096       /* in one request */
-#define KVFS_WIRE_DIRECTORIES_MAX 256  /* in one request */
-#define KVFS_WIRE_ERRNO_MAX 4095       /* of a status */
+/* Format 2 came with it: a library that knows format 1 cannot read its blocks. Spoken too, by both sides: an upgrade of either leaves the other at
+ * work. */
+#define KVFS_WIRE_OLDEST 4
+#define KVFS_WIRE_SIZE_MAX 16777216   /* of a payload */
+#define KVFS_WIRE_FDS_MAX 128         /* in one frame */
+#define KVFS_WIRE_ITEMS_MAX 4096      /* in one request */
+#define KVFS_WIRE_DIRECTORIES_MAX 256 /* in one request */
+#define KVFS_WIRE_SPACE_MAX 1023      /* of a path */
+#define KVFS_WIRE_ERRNO_MAX 4095      /* of a status */
 
 enum wire_type {
     WIRE_HELLO = 1,
