@@ -9,7 +9,7 @@
  * longer one the first 254 digits, and the next as a letter ('g' for 0 to 'v' for f), are a directory there. The digits behind them are the
  * file's name. A key of the kind KVFS_PATHS is <directory>/<namespace>/<key>. A block written by one side can be read by the other.
  *
- * Connecting asks the daemon for the block table (read-only) and the devices. After that a read asks nobody. The name is
+ * Connecting asks the daemon for the block table (read-only) and the devices. After that a read asks no daemon. The name is
  * looked up in the table. Header and data are read with io_uring into the caller's memory. Every leaf's checksum is checked before the call
  * returns. No kernel filesystem, no daemon, no copy (except where memory or size is not aligned: kvfs_client_statistics.bounced_bytes).
  *
@@ -72,7 +72,7 @@ struct kvfs_vector {                  /* one block, or a part of it, and its mem
 };
 
 enum kvfs_put_flags {
-    KVFS_IF_ABSENT = 1 /* a block that is there is not written: its result is -EEXIST. It counts as used */
+    KVFS_IF_ABSENT = 1 /* an existing block is not written: its result is -EEXIST. It counts as used */
 };
 
 struct kvfs_put_options {
@@ -91,9 +91,9 @@ void kvfs_close(struct kvfs_client *client);
 /* The last error on this thread, as a message that names the object and the numbers. */
 const char *kvfs_error(void);
 
-/* found[i] = 1 if there is a block. Reads nothing, asks nobody. */
+/* found[i] = 1 if there is a block. Reads nothing, asks no daemon. */
 int kvfs_exists(struct kvfs_client *client, const struct kvfs_keys *keys, uint8_t *found);
-/* How many keys, from the first on, exist without a gap. Reads nothing, asks nobody; keys behind the first gap are not looked up. */
+/* How many keys, from the first on, exist without a gap. Reads nothing, asks no daemon; keys behind the first gap are not looked up. */
 int kvfs_exists_prefix(struct kvfs_client *client, const struct kvfs_keys *keys);
 /* sizes[i] = bytes of the block, or -ENOENT. */
 int kvfs_sizes(struct kvfs_client *client, const struct kvfs_keys *keys, int64_t *sizes);
@@ -108,10 +108,10 @@ int kvfs_get_vectors(struct kvfs_client *client, const struct kvfs_keys *keys, c
  * end. Only their leaves are read and proved, and what of the block's header proves these. A key may come any number of times. */
 int kvfs_get_ranges(struct kvfs_client *client, const struct kvfs_keys *keys, const struct kvfs_vector *vectors, int64_t *results);
 /* Write blocks from the caller's memory, many reserved and committed at once, but not all or none. A block that exists is replaced; a
- * reader sees the old one or the new one, whole. results[i]: 0 or -errno. -ENOSPC: all that is left is pinned or open. -EFBIG:
- * the pool cannot hold so much. -EOVERFLOW: a device is a file, and this process may not write so far into one (RLIMIT_FSIZE). Returns the
- * number of blocks stored. -EINVAL: the same key twice. -EROFS. -ENOTCONN: no daemon. Under a mount that outlives its daemon (kvfs hold) the call
- * waits for the next one, timeout_ms in all. It stores once more what was in doubt. Delete, lease, fresh and list wait, too. */
+ * reader sees the old one or the new one, whole. results[i]: 0 or -errno. -ENOSPC: all that is left is pinned or open. -EFBIG: the pool cannot
+ * hold this much. -EOVERFLOW: a device is a file, and this process may not write so far into one (RLIMIT_FSIZE). Returns the number of blocks
+ * stored. -EINVAL: the same key twice. -EROFS. -ENOTCONN: no daemon. Under a mount that outlives its daemon (kvfs hold) the call waits for the
+ * next one, timeout_ms in all. It stores once more what was in doubt. Delete, lease, fresh and list wait, too. */
 int kvfs_put(struct kvfs_client *client, const struct kvfs_keys *keys, const struct kvfs_buffer *buffers, int64_t *results);
 /* The same, of blocks whose memory is in pieces (vectors[i].offset is not looked at). Without a copy where every piece's address is aligned to
  * kvfs_client_information.memory_alignment and every piece but a block's last is whole pages of 4096 bytes. options may be NULL. With
@@ -121,29 +121,29 @@ int kvfs_put_vectors(struct kvfs_client *client, const struct kvfs_keys *keys, c
                      const struct kvfs_put_options *options, int64_t *results);
 /* deleted[i] = 1 if the block existed. Returns their number. */
 int kvfs_delete(struct kvfs_client *client, const struct kvfs_keys *keys, uint8_t *deleted);
-/* Keep blocks from eviction until kvfs_release(), until so many milliseconds have passed, or until this client is gone: whichever comes first. More than
- * 3,600,000 are cut; of blocks of other nodes 60,000. held[i] = 1 for those that are kept. 0: there is no such block, or leases hold all that they may: an eighth of the pool, one client half of
- * that. Returns their number. A lease keeps no block that others delete or replace, whose bytes are bad, or whose device goes. A block of two leases is
- * kept until both have ended. *lease: 0 if nothing is kept. On an error nothing is, but -ETIMEDOUT leaves to its deadline what the daemon may have
- * taken. Asks the daemon, once for 4,096 keys. -EINVAL: 0 milliseconds. -ENOTCONN. */
+/* Keep blocks from eviction until kvfs_release(), until `milliseconds` have passed, or until this client is gone: whichever comes first. More than
+ * 3,600,000 are cut; of blocks of other nodes 60,000. held[i] = 1 for kept ones. 0: there is no such block, or leases hold all that they may: an
+ * eighth of the pool, one client half of that. Returns their number. A lease keeps no block that others delete or replace, whose bytes are bad, or
+ * whose device goes. A block of two leases is kept until both have ended. *lease: 0 if nothing is kept. On an error nothing is, but -ETIMEDOUT
+ * leaves to its deadline what the daemon may have taken. Asks the daemon, once for 4,096 keys. -EINVAL: 0 milliseconds. -ENOTCONN. */
 int kvfs_lease(struct kvfs_client *client, const struct kvfs_keys *keys, uint32_t milliseconds, uint64_t *lease, uint8_t *held);
 /* 1: the lease was in force until now; 0: it had ended, with its deadline, connection or daemon, or is 0. -ETIMEDOUT: it ends by itself. */
 int kvfs_release(struct kvfs_client *client, uint64_t lease);
-/* A claim is a lease that nobody waits for, between a look-up and a load. One frame tells the daemon which of these blocks exist; a later call takes its
- * answer in. Blocks that the daemon does not grant are not kept. Nothing is claimed while it is gone, late with earlier claims, or takes no more. Returns
- * how many blocks it was told of. -EINVAL: 0 milliseconds, or what cannot be a key. */
+/* A claim is a lease without a waiter, between a look-up and a load. One frame tells the daemon which of these blocks exist; a later call takes its
+ * answer in. Blocks that the daemon does not grant are not kept. Nothing is claimed while it is gone, late with earlier claims, or full. Returns
+ * how many blocks it was sent. -EINVAL: 0 milliseconds, or what cannot be a key. */
 int kvfs_claim(struct kvfs_client *client, const struct kvfs_keys *keys, uint32_t milliseconds);
-/* Each key is given back to its oldest claim; one that waits for no other key is released. Waits for nobody. Returns how many were claimed. */
+/* Each key is given back to its oldest claim; one that waits for no other key is released. Does not wait. Returns how many were claimed. */
 int kvfs_unclaim(struct kvfs_client *client, const struct kvfs_keys *keys);
 /* For eviction each block counts as read now; it is no hit of statistics. A hint: a daemon that is busy or gone does not hear of it. Returns how many
  * exist. */
 int kvfs_touch(struct kvfs_client *client, const struct kvfs_keys *keys);
-/* A hint: these blocks are needed no more, as far as the caller knows, since their session has ended. They go before others, until somebody uses them
- * again. Blocks of other nodes of a pod are their nodes' business: nothing is said of them. Returns how many exist. */
+/* A hint: these blocks are no longer needed: their session has ended. They go before others, until they are used again. Blocks of other nodes of a
+ * pod are their nodes' business: nothing is said of them. Returns how many exist. */
 int kvfs_done(struct kvfs_client *client, const struct kvfs_keys *keys);
-/* In a pod: return once everything is found here that the other nodes had stored or removed before this call. They are asked for what they hold back;
- * names that engines are about to rename aside. 0, also where the pool is no pod. -ETIMEDOUT: a node that lives gave no answer in 100 ms; the message
- * names it. -EHOSTUNREACH: no engine can be reached. */
+/* In a pod: return once everything is found here that the other nodes had stored or removed before this call. They are asked for held-back news;
+ * names that engines are about to rename aside. 0, also where the pool is no pod. -ETIMEDOUT: a node that lives gave no answer in 100 ms; the
+ * message names it. -EHOSTUNREACH: no engine can be reached. */
 int kvfs_fresh(struct kvfs_client *client);
 /* Keys in byte order, from the first after `after` (NULL: from the first). Their sizes go into sizes[0 .. capacity), their bytes back to
  * back into data (data_size; KVFS_KEY_MAX bytes a key are always enough). Returns their number, 0 at the end. */
@@ -154,12 +154,12 @@ int kvfs_prestage(struct kvfs_client *client, const struct kvfs_keys *keys);
 /* 1 while a device may still write into [data, data + size), else 0. */
 int kvfs_busy(struct kvfs_client *client, const void *data, uint64_t size);
 
-/* ---- batches that run beside their submitter ---- */
+/* ---- batches that run in parallel to their submitter ---- */
 
 /* A queue has two threads, made when it is opened. One reads, with blocks of many batches in flight together. One puts and deletes, in the order
  * of submission. A call that submits copies keys and vectors, returns an id above 0 at once, and never waits for a device or the daemon. The memory
- * and the results are the caller's, who leaves them alone until the batch's completion. Results are as those of the plain calls. Of what was not
- * tried they are -ECANCELED, or 0 in found and deleted. -EAGAIN: too much waits, or was not drained. Any thread may call any of these. */
+ * and the results are the caller's, who leaves them alone until the batch's completion. Results are as of the plain calls. Of untried items they
+ * are -ECANCELED, or 0 in found and deleted. -EAGAIN: too much waits, or was not drained. Any thread may call any of these. */
 struct kvfs_queue;
 struct kvfs_queue_completion {
     int64_t id;
@@ -175,7 +175,7 @@ int64_t kvfs_queue_get_ranges(struct kvfs_queue *queue, const struct kvfs_keys *
 /* Batches that wait are joined into one put. Of a key that is in two, the later is stored later. options may be NULL. */
 int64_t kvfs_queue_put(struct kvfs_queue *queue, const struct kvfs_keys *keys, const struct kvfs_vector *vectors,
                        const struct kvfs_put_options *options, int64_t *results);
-/* Complete when this returns, where the table can answer; else behind the puts that wait. */
+/* Complete when this returns, where the table can answer; otherwise behind the puts that wait. */
 int64_t kvfs_queue_exists(struct kvfs_queue *queue, const struct kvfs_keys *keys, uint8_t *found);
 int64_t kvfs_queue_delete(struct kvfs_queue *queue, const struct kvfs_keys *keys, uint8_t *deleted);
 /* Completions, in the order in which batches ended. Returns their number, at most capacity; never waits. */
@@ -189,15 +189,15 @@ int kvfs_queue_close(struct kvfs_queue *queue);
 struct kvfs_events;
 enum kvfs_event_kind {
     KVFS_STORED = 1,  /* the path leads to this block from now on */
-    KVFS_REMOVED = 2, /* the path leads to no block any more */
-    KVFS_GAP = 3,     /* `lost` changes anywhere in the pool, or fewer, cannot be told: this subscriber was too slow */
+    KVFS_REMOVED = 2, /* the path leads to a block no longer */
+    KVFS_GAP = 3,     /* `lost` changes anywhere in the pool, or fewer, are missing here: this subscriber was too slow */
     KVFS_RESET = 4    /* anything may have changed below `path` ("": in the namespace): a daemon came back, or a directory was renamed */
 };
 enum kvfs_event_reason {
     KVFS_REASON_WRITTEN = 1,  /* stored: new */
     KVFS_REASON_REPLACED = 2, /* stored: in place of an older block; removed: a file being written has the name */
     KVFS_REASON_RENAMED = 3,
-    KVFS_REASON_DELETED = 4, /* by somebody, or its bytes did not verify */
+    KVFS_REASON_DELETED = 4, /* by a user, or its bytes did not verify */
     KVFS_REASON_EVICTED = 5,
     KVFS_REASON_AWAY = 6,   /* removed: a device of it failed */
     KVFS_REASON_FOUND = 7,  /* stored: its device is back, or a rebuild of the index found it */
@@ -206,16 +206,16 @@ enum kvfs_event_reason {
 struct kvfs_block_event {
     uint32_t kind;      /* enum kvfs_event_kind */
     uint32_t reason;    /* enum kvfs_event_reason; 0 of a gap */
-    uint64_t number;    /* of the change, among those of the whole pool, since the first subscription to this daemon */
+    uint64_t number;    /* of the change, among all of the whole pool, since the first subscription to this daemon */
     uint64_t lost;      /* of a gap */
     uint64_t size;      /* of the block, in bytes */
     int64_t time_ns;    /* since 1970 */
     const char *path;   /* below the namespace; valid until the next call */
-    const uint8_t *key; /* as long as `path`; NULL: the file's name is no key's */
+    const uint8_t *key; /* valid like `path`; NULL: the file's name is no key's */
     uint32_t path_size; /* without the terminating 0 */
     uint32_t key_size;
 };
-/* Subscribe to the client's namespace: all that changes after this call is told, in the order in which it happened. A subscriber costs a store no
+/* Subscribe to the client's namespace: all that changes after this call is reported, in order. A subscriber costs a store no
  * time, also if it stops. One thread at a time may use it; close it before the client. The errors of kvfs_connect(). */
 int kvfs_events_open(struct kvfs_client *client, struct kvfs_events **out);
 /* 1: *out is the next event. 0: none in timeout_ms. -ENOTCONN: unmounted; a later call goes on when the pool is mounted again, with a reset.
@@ -272,8 +272,8 @@ struct kvfs_client_statistics {
 int kvfs_client_statistics_get(struct kvfs_client *client, struct kvfs_client_statistics *out);
 /* The way of this client's device I/O: "io_uring"; or "threads (...)", and why io_uring does not serve. */
 int kvfs_client_rings(struct kvfs_client *client, char *out, uint32_t capacity);
-/* The user that the daemon takes this client for, by whom its shares and the owners of its blocks go: "7". In a user namespace the daemon knows another number:
- * "100007 (7 in this process's user namespace)". */
+/* The user that the daemon takes this client for, by whom its shares and the owners of its blocks go: "7". In a user namespace the daemon knows
+ * another number: "100007 (7 in this process's user namespace)". */
 int kvfs_client_user(struct kvfs_client *client, char *out, uint32_t capacity);
 
 #ifdef __cplusplus

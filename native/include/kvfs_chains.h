@@ -1,4 +1,4 @@
-/* Chains of blocks, and ghosts of those that were evicted.
+/* Chains of blocks, and ghosts of evicted ones.
  *
  * A block is worth little without the one before it in its prefix, its parent. So those behind a block that goes are marked as orphans, each until its
  * next use. A ghost is the memory of an evicted block: of its uses, from which eviction learns what it threw away, and of those behind it.
@@ -27,10 +27,10 @@ void kvfs_chains_destroy(struct kvfs_chains *chains);
 
 /* The slot's block has this key, not 0. 1: the key had a ghost, whose use is in *use; those behind that follow the block. 0: it had none. */
 int kvfs_chains_enter(struct kvfs_chains *chains, uint32_t slot, uint64_t key, uint32_t *use);
-/* The block in `slot` comes behind the one in `parent`; UINT32_MAX: behind none. It is no orphan any more. Behind one block 65,536 are known at most:
- * of those that come later the parent is not. */
+/* The block in `slot` comes behind the one in `parent`; UINT32_MAX: behind none. It is no longer an orphan. Behind one block 65,536 are known at
+ * most: of later ones the parent is not. */
 void kvfs_chains_follow(struct kvfs_chains *chains, uint32_t slot, uint32_t parent);
-/* A block is there no more, and those behind it are orphans. evicted: it leaves a ghost with this key and use; else it is forgotten. */
+/* A block is gone, and the blocks behind it are orphans. evicted: it leaves a ghost with this key and use; otherwise it is forgotten. */
 void kvfs_chains_leave(struct kvfs_chains *chains, uint32_t slot, uint64_t key, uint32_t use, int evicted);
 
 /* One bit a slot: its block is an orphan. Any thread. */

@@ -39,7 +39,7 @@ enum kvfs_inode_flags {
     KVFS_INODE_REWRITTEN = 4, /* sealed more than once, or open elsewhere while it was written: never FOPEN_KEEP_CACHE */
     KVFS_INODE_NAMELESS = 8,  /* unlinked or replaced while open; only found by inode number */
     KVFS_INODE_ASK = 16,      /* the data plane must ask Python */
-    KVFS_INODE_SLAB = 32,     /* overwritten in place, in segments of its own; never on a device */
+    KVFS_INODE_SLAB = 32,     /* overwritten in place, in its own segments; never on a device */
     KVFS_INODE_BORROWED = 64, /* a directory of another node of a pod, in which nothing was made here */
     KVFS_INODE_FOREIGN = 128  /* a block or directory of another node of the pod, by its pod map; never on a device */
 };
@@ -149,7 +149,7 @@ struct kvfs_extent_header {
 };
 static_assert(sizeof(struct kvfs_extent_header) == 64, "format");
 
-/* A segment's summary: this header, then entries_size bytes of inode records. They are those of blocks whose header lies in this segment,
+/* A segment's summary: this header, then entries_size bytes of inode records. They are the records of blocks whose header lies in this segment,
  * under their current names, and of every directory above them. Two slots at the segment's end; the higher sequence is valid. */
 struct kvfs_summary_header {
     uint64_t magic;

@@ -1,8 +1,8 @@
 /* Requests of native clients, one call for many blocks: places for blocks that they write themselves, the names of these blocks, and removals.
  *
  * A reservation has a place, an inode number and a version. Until its commit nothing leads to it. Then the block enters names, table and places in
- * one step (I4), under the rules of kvfs/store/reservations.py. Frames are those of kvfs_wire.h, without their heads; every byte may be a
- * liar's. A call handles KVFS_FRAME_PART items at most, so that nobody waits long for a step. All from the one control-plane thread. 0, a count,
+ * one step (I4), under the rules of kvfs/store/reservations.py. Frames are as in kvfs_wire.h, without their heads; every byte may be a
+ * liar's. A call handles KVFS_FRAME_PART items at most, so that no thread waits long for a step. All from the one control-plane thread. 0, a count,
  * or -errno.
  */
 #ifndef KVFS_FRAMES_H
@@ -31,10 +31,10 @@ int kvfs_frame_check(uint32_t type, uint32_t flags, const void *items, uint64_t 
 
 /* One client. Only to be read. */
 struct kvfs_holder {
-    uint64_t open_pages;   /* of what it may commit */
-    uint64_t pages;        /* and of what is taken back, and not buried yet */
-    uint64_t late_pages;   /* of what is buried, where it may write all the same until it says that it cannot */
-    uint64_t rested_pages; /* so far: of what ended with segments that rest, as late writes may land there */
+    uint64_t open_pages;   /* of places it may commit */
+    uint64_t pages;        /* and of places taken back, and not buried yet */
+    uint64_t late_pages;   /* of buried places, where it may write all the same until it says that it cannot */
+    uint64_t rested_pages; /* so far: of places that ended with segments that rest, as late writes may land there */
     uint32_t open;         /* reservations that it may commit */
     uint32_t count;        /* all that are left of it; with 0 it can be freed */
 };
@@ -64,8 +64,8 @@ struct kvfs_reserve {
     uint64_t generation;
     uint64_t share_pages;   /* of all reservations */
     uint64_t own_pages;     /* of this holder's, which end with a commit that comes after this answer */
-    uint64_t resting_pages; /* and so many count that have none any more: late writes may still land there */
-    uint64_t room_pages;    /* of the client's user, who may still hold so many */
+    uint64_t resting_pages; /* and pages without a reservation, which count too: late writes may still land there */
+    uint64_t room_pages;    /* of the client's user, who may still hold this number */
     uint64_t moves;         /* of directories so far */
     uint32_t segment;       /* it is appended to; UINT32_MAX: none is */
     uint32_t open_max;      /* reservations; of one holder half of that */
@@ -80,7 +80,7 @@ struct kvfs_reserve {
 /* The items were checked with these flags, and stay the caller's until kvfs_reserve_end(). NULL: no memory. */
 struct kvfs_reserve *kvfs_reserve_begin(struct kvfs_holder *holder, uint32_t flags, const void *items, uint32_t count,
                                         const struct kvfs_shard shards[KVFS_SHARDS], uint32_t uid);
-/* enum kvfs_frame_next, or -ENOSPC: no item finds a place any more. */
+/* enum kvfs_frame_next, or -ENOSPC: no item finds a place. */
 int kvfs_reserve(struct kvfs_plane *plane, struct kvfs_reserve *frame);
 /* After KVFS_FRAME_PLACE: the runs, or with run_count 0 the item's error. */
 void kvfs_reserve_place(struct kvfs_plane *plane, struct kvfs_reserve *frame, const struct kvfs_run *runs, uint32_t run_count, int error);
@@ -108,8 +108,8 @@ struct kvfs_commit {
 struct kvfs_commit *kvfs_commit_begin(struct kvfs_holder *holder, const void *items, uint32_t count);
 /* KVFS_FRAME_DONE, KVFS_FRAME_MORE, or KVFS_FRAME_NAMES: the item is the caller's to load, and then kvfs_commit_item()'s. */
 int kvfs_commit(struct kvfs_plane *plane, struct kvfs_commit *frame);
-/* Enter the block whatever the reasons to leave it (enum kvfs_names_leave), or with an error take it back. Parent and the name's holder are in memory
- * if they are there. Returns 1: it has entered; 0: it has not. */
+/* Enter the block whatever the reasons to leave it (enum kvfs_names_leave), or with an error take it back. Parent and the name's holder are in
+ * memory if they exist. Returns 1: it has entered; 0: it has not. */
 int kvfs_commit_item(struct kvfs_plane *plane, struct kvfs_commit *frame, int error);
 void kvfs_commit_end(struct kvfs_commit *frame);
 
@@ -142,11 +142,11 @@ struct kvfs_lease_room {
     uint32_t reserved;
 };
 struct kvfs_lease *kvfs_lease_create(void); /* NULL: no memory */
-/* Keep the sealed blocks with a name among these inodes, as far as there is room. held[i] = 1 for those that are kept, whose number is returned, else
- * 0. No more is leased than is left to open blocks and files being written. -ENOMEM: none is kept. */
+/* Keep the sealed blocks with a name among these inodes, as far as there is room. held[i] = 1 for kept ones, whose number is returned, else
+ * 0. Only room is leased that is left to open blocks and files being written. -ENOMEM: none is kept. */
 int kvfs_lease_add(struct kvfs_plane *plane, struct kvfs_lease *lease, const uint64_t *inodes, uint32_t count, const struct kvfs_lease_room *room,
                    uint8_t *held);
-/* They are kept no more; frees the lease. */
+/* Ends the lease, and frees it. */
 void kvfs_lease_end(struct kvfs_plane *plane, struct kvfs_lease *lease);
 struct kvfs_leased {
     uint64_t pages; /* of all clients; a block that was leased twice counts once */

@@ -12,9 +12,9 @@
  * KVFS_GPU_GDS: the devices' DMA goes straight into the GPU, by cuFileRead on the devices. A block's header, and the part of a page at its
  * end, are read by the CPU. Whole pages are proven by a kernel on the GPU. Then the segment's header is read from the device again, and the
  * block table is asked again (I10). A block that cannot be read this way is read the staged way. To open it, libcufile and libnvrtc are
- * needed. cuFile must also have read a page range of every device into the GPU, right, and directly by its own statistics. Else it is
- * -EOPNOTSUPP, with the reason. cuFileDriverOpen and a driver may hang: a caller that cannot accept that opens it in a process of its own
- * first. KVFS_CUFILE_LIBRARY and KVFS_NVRTC_LIBRARY in the environment name other files.
+ * needed. cuFile must also have read a page range of every device into the GPU, right, and directly by its own statistics. Otherwise it is
+ * -EOPNOTSUPP, with the reason. cuFileDriverOpen and a driver may hang: a caller that cannot accept that opens it in a separate process first.
+ * KVFS_CUFILE_LIBRARY and KVFS_NVRTC_LIBRARY in the environment name other files.
  */
 #ifndef KVFS_GPU_H
 #define KVFS_GPU_H
@@ -43,7 +43,7 @@ struct kvfs_gpu_options {
     uint64_t slot_size;  /* multiple of 64 KiB, at most 64 MiB; 0: 256 KiB. A larger block takes several slots. */
     uint32_t flags;      /* enum kvfs_gpu_flags */
     uint32_t reserved;
-    const char *cufile, *nvrtc; /* for gds: the libraries' files; NULL: those of the environment, or of the dynamic linker's search */
+    const char *cufile, *nvrtc; /* for gds: the libraries' files; NULL: as in the environment, or of the dynamic linker's search */
 };
 
 /* Takes slot_count * slot_size of pinned memory, and the device's primary context. It takes up to four times that memory while silent

@@ -1,4 +1,4 @@
-/* One measure of a pool, a directory or devices: a kind of operation, by so many threads, for so long. `kvfs bench` puts them together.
+/* One measure of a pool, a directory or devices: a kind of operation, by a number of threads, for a time. `kvfs bench` puts them together.
  *
  * Each thread does one operation after the other, and times it. A block is the file PREFIX<number> below a namespace, for libkvfs and for files.
  * The raw kinds are the same I/O without kvfs. Of files and devices it is pread(2) and pwrite(2). Of a pool it goes by its client's own ring, at the
@@ -31,7 +31,7 @@ enum kvfs_measure_kind {
 struct kvfs_measure {
     uint32_t kind;              /* enum kvfs_measure_kind */
     uint32_t threads;           /* at most KVFS_MEASURE_THREADS_MAX */
-    uint32_t batch;             /* of PUT: blocks of a call, at most KVFS_MEASURE_BATCH_MAX; else 1 */
+    uint32_t batch;             /* of PUT: blocks of a call, at most KVFS_MEASURE_BATCH_MAX; otherwise 1 */
     uint32_t stop;              /* may be set at any time: no further operation begins */
     struct kvfs_client *client; /* of the kinds by libkvfs and of a pool; its keys are of the namespace */
     int32_t directory;          /* descriptor of the namespace's directory, for the kinds by files; or -1 */

@@ -41,7 +41,7 @@ uint32_t kvfs_names_members(struct kvfs_names *names, uint32_t segment, const vo
 uint64_t kvfs_names_grouped(struct kvfs_names *names);
 /* Changed inodes whose attribute user.kvfs.group is `group`. As kvfs_names_volatile. */
 uint32_t kvfs_names_group(struct kvfs_names *names, const char *group, uint32_t group_size, uint64_t *out, uint32_t capacity);
-/* Those of the inodes that are not in memory, in their order. Returns how many. out has room for all. */
+/* The inodes that are not in memory, in their order. Returns how many. out has room for all. */
 uint32_t kvfs_names_absent(struct kvfs_names *names, const uint64_t *inodes, uint32_t count, uint64_t *out);
 struct kvfs_records {
     uint64_t size;         /* bytes of all records; if that is more than `capacity`, out is of no use */
@@ -69,15 +69,15 @@ int kvfs_names_put(struct kvfs_names *names, const void *record, int known);
 void kvfs_names_push(struct kvfs_names *names, uint64_t inode, uint64_t target);
 /* -ENOENT: load it first. */
 int kvfs_names_remove(struct kvfs_names *names, uint64_t inode);
-/* So many files and directories that are as the index has them are kept at most, from the next one on. The last of each stays. For tests of what
- * happens when they leave. */
+/* The most files and directories to keep that equal the index's, from the next one on. The last of each stays. For tests of their leaving. */
 void kvfs_names_limit(struct kvfs_names *names, uint64_t files, uint64_t directories);
-/* Forget all that is as the index has it: the index was changed beside this. */
+/* Forget all that is as the index has it: the index was changed by another hand. */
 void kvfs_names_forget(struct kvfs_names *names);
 
 /* ---- committing ---- */
 
-/* Changes since the last commit began, as one instant. For each inode comes a struct kvfs_change, then its record. A size of 0: the index is to forget it. Valid until kvfs_names_commit_end(). NULL: no memory, and nothing has begun. */
+/* Changes since the last commit began, as one instant. For each inode comes a struct kvfs_change, then its record. A size of 0: the index is to
+ * forget it. Valid until kvfs_names_commit_end(). NULL: no memory, and nothing has begun. */
 struct kvfs_change {
     uint64_t inode;
     uint32_t record_size;
@@ -91,10 +91,10 @@ uint64_t kvfs_names_pending(struct kvfs_names *names);
 
 /* ---- numbers ---- */
 
-/* Inode numbers and versions begin behind `number`: the mount epoch above a counter (I14). in_pod: its slot is theirs; else they count in those bits
- * too. */
+/* Inode numbers and versions begin behind `number`: the mount epoch above a counter (I14). in_pod: its slot is theirs; otherwise they count in
+ * those bits too. */
 void kvfs_names_number(struct kvfs_names *names, uint64_t number, int in_pod);
-/* Another node has given this version: those of this node are above it from now on. Of an epoch that cannot be, it is ignored. */
+/* Another node has given this version: this node's are above it from now on. Of an epoch that cannot be, it is ignored. */
 void kvfs_names_seen(struct kvfs_names *names, uint64_t version);
 uint64_t kvfs_names_next_inode(struct kvfs_names *names);
 uint64_t kvfs_names_next_version(struct kvfs_names *names);
@@ -105,7 +105,7 @@ uint32_t kvfs_names_in_flight(struct kvfs_names *names, uint64_t *out, uint32_t 
 /* Why the data plane leaves changes to Python. */
 enum kvfs_names_leave {
     KVFS_LEAVE_CLOSED = 1, /* the store is being opened, rebuilt or ended; so it begins */
-    KVFS_LEAVE_HIDING = 2, /* a device is away: names may be those of blocks there */
+    KVFS_LEAVE_HIDING = 2, /* a device is away: names may belong to blocks there */
     KVFS_LEAVE_BEHIND = 8, /* commits fail: new names are slowed down, then refused */
     KVFS_LEAVE_FULL = 16,  /* kvfs_names_journal_is_full(): new names, renames and removals wait for a commit */
     KVFS_LEAVE_PINS = 4    /* something is pinned. Below a pin files are neither sealed, moved nor removed here */
@@ -122,25 +122,25 @@ enum kvfs_note {
     KVFS_NOTE_CHANGED = 1,  /* next_page, live_pages, or what is in flight */
     KVFS_NOTE_ENTERED = 2,  /* a block came here, or was renamed */
     KVFS_NOTE_DIRTY = 4,    /* the summary must be written again */
-    KVFS_NOTE_GONE = 8,     /* because something that it names is there no more */
+    KVFS_NOTE_GONE = 8,     /* because something that it names is gone */
     KVFS_NOTE_SETTLED = 16, /* the first run in flight is another, or there is none */
     KVFS_NOTE_FAILED = 32,  /* a run was not written: kvfs_place_failed() */
     KVFS_NOTE_LED = 128,    /* it came from the supply, and is the one that is appended to */
-    KVFS_NOTE_LEFT = 256,   /* it is not appended to any more, as there was no room for a block */
+    KVFS_NOTE_LEFT = 256,   /* it takes no further block: it had no room for one */
     KVFS_NOTE_RENAMED = 64, /* a block here has another name, or with GONE none */
     KVFS_NOTE_RESTS = 512   /* a native client that wrote here has gone: its writes may still land */
 };
 struct kvfs_place {
     uint32_t next_page;  /* the next run begins here */
-    uint32_t live_pages; /* of blocks that are there */
+    uint32_t live_pages; /* of present blocks */
     uint32_t run_count;  /* in flight */
     uint32_t first_page; /* of the first of them */
     uint32_t lent;       /* runs that a native client may be writing to, entitled or late */
     uint32_t notes;      /* enum kvfs_note, not taken yet */
     uint32_t awaited;    /* Python's: it waits for runs in flight to end; KVFS_EVENT_PLACES tells it */
 };
-/* The places of all segments, by index; valid as long as the names. Call once. end_page: of every segment. tick_pages: the clock of blocks goes
- * on by one with so many pages written. NULL: no memory. */
+/* The places of all segments, by index; valid while the names live. Call once. end_page: of every segment. tick_pages: the clock of blocks goes on
+ * by one with this number of pages written. NULL: no memory. */
 struct kvfs_place *kvfs_places_make(struct kvfs_names *names, uint32_t segment_count, uint32_t end_page, uint64_t tick_pages);
 /* Append a run; there is room. Returns its first page. */
 uint32_t kvfs_place_take(struct kvfs_names *names, uint32_t segment, uint32_t pages);
@@ -152,15 +152,15 @@ struct kvfs_failed_run {
     uint32_t page, page_count;
 };
 int kvfs_place_failed(struct kvfs_names *names, uint32_t segment, struct kvfs_failed_run *out);
-/* New blocks of the data plane are appended to this segment, of this generation, then to those of the supply. UINT32_MAX: to none, until the next
+/* New blocks of the data plane are appended to this segment, of this generation, then to the supply's. UINT32_MAX: to none, until the next
  * call. */
 void kvfs_place_head(struct kvfs_names *names, uint32_t segment, uint64_t generation);
 /* The segment that is appended to; UINT32_MAX: none. */
 uint32_t kvfs_place_lead(struct kvfs_names *names);
-/* Open segments that are appended to next, in their order, KVFS_SUPPLY_MAX at most. -ENOSPC: there are so many. */
+/* Open segments that are appended to next, in their order, KVFS_SUPPLY_MAX at most. -ENOSPC: there are that many. */
 #define KVFS_SUPPLY_MAX 64
 int kvfs_place_supply(struct kvfs_names *names, uint32_t segment, uint64_t generation);
-/* 1: the segment is not in the supply any more. 0: it was not there. */
+/* 1: the segment has left the supply. 0: it was not there. */
 int kvfs_place_withdraw(struct kvfs_names *names, uint32_t segment);
 uint64_t kvfs_places_written(struct kvfs_names *names); /* pages, since they were made */
 /* Segments with notes, which are taken. Returns how many of `capacity` were written; call again until it is 0. */
@@ -171,7 +171,7 @@ uint32_t kvfs_places_noted(struct kvfs_names *names, struct kvfs_noted *out, uin
 
 /* ---- the journal: changes that the index does not have yet, in memory that outlives this process ---- */
 
-/* native/src/names/journal_layout.h has the bytes. Entries of a step are there together or not at all. */
+/* native/src/names/journal_layout.h has the bytes. Entries of a step count together or not at all. */
 enum kvfs_journal_kind {
     KVFS_JOURNAL_PUT = 1,   /* data: the record */
     KVFS_JOURNAL_REMOVE = 2 /* no data */
@@ -204,7 +204,7 @@ struct kvfs_versions {
     uint32_t found;          /* 0: it has none */
     uint32_t oldest, newest; /* known to this build */
 };
-#define KVFS_JOURNAL_VERSION 1 /* of those that are made */
+#define KVFS_JOURNAL_VERSION 1 /* of new ones */
 #define KVFS_JOURNAL_OLDEST 1
 #define KVFS_JOURNAL_SIZE_MIN (64u << 10)
 #define KVFS_JOURNAL_SIZE_MAX (UINT64_C(16) << 30)
@@ -216,12 +216,12 @@ int kvfs_journal_check(int fd, struct kvfs_versions *out);
  * is -errno; -EBADMSG: this is no journal, or not sealed; -EPROTONOSUPPORT: of another version. */
 const void *kvfs_journal_read(int fd, struct kvfs_journal_found *found, int *r);
 void kvfs_journal_free(const void *entries);
-/* From now on changes are written to this journal, behind what it has: that counts as durable, but for requests that were not answered. A journal has
+/* From now on changes are written to this journal, behind its content: that counts as durable, but for requests that were not answered. A journal has
  * one writer. Call once, before a request is served. 0 or as kvfs_journal_read(). */
 int kvfs_names_journal(struct kvfs_names *names, int fd);
 /* The steps of this thread are for this request of a transport, by its `unique` without bit 63; 0: for none. */
 void kvfs_names_request(uint64_t transport, uint64_t unique);
-/* No request of the former daemon is sent again any more. */
+/* The kernel sends no request of the former daemon again. */
 void kvfs_names_journal_settled(struct kvfs_names *names);
 /* Of the commit that begins in this step: *id of the journal, *sequence of the last change that it has. 0: there is no journal. */
 int kvfs_names_journal_mark(struct kvfs_names *names, uint64_t *id, uint64_t *sequence);
@@ -234,7 +234,7 @@ struct kvfs_journal_fill {
 };
 /* 0: there is no journal. */
 int kvfs_names_journal_fill(struct kvfs_names *names, struct kvfs_journal_fill *out);
-/* 7/8 of it wait for a commit; the rest is for what cannot wait. */
+/* 7/8 of it wait for a commit; the rest is for changes that cannot wait. */
 int kvfs_names_journal_is_full(struct kvfs_names *names);
 
 #endif

@@ -193,8 +193,7 @@ struct kvfs_call {
     uint16_t name_size, new_name_size;
     char name[256], new_name[256];
 };
-/* on 0: as before it. Calls taken after that have no owner any more: the end of the session answers them, or a guest's relay asks the next
- * daemon. */
+/* on 0: as before it. Calls taken after that have lost their owner: the end of the session answers them, or a guest's relay asks the next daemon. */
 void kvfs_calls_open(struct kvfs_plane *plane, int on);
 /* Whose request the session serves under this `pid`, or a call under the low 32 bits of its id: for kvfs_names_request(). 0: of none that is done once. */
 int kvfs_request_of(struct kvfs_plane *plane, uint32_t token, uint64_t *connection, uint64_t *unique);
@@ -206,7 +205,7 @@ int kvfs_fuse_add(struct kvfs_plane *plane, int fd);
 
 /* ---- a mount that outlives this process: another one keeps its descriptors for the next daemon ---- */
 
-#define KVFS_HELD_VERSION 1 /* of those that are made; a mount keeps it */
+#define KVFS_HELD_VERSION 1 /* of new ones; a mount keeps it */
 #define KVFS_HELD_OLDEST 1
 #define KVFS_WRITTEN_VERSION 1
 #define KVFS_WRITTEN_OLDEST 1
@@ -238,7 +237,7 @@ int kvfs_opens_keep(struct kvfs_plane *plane, int opens_fd);
 /* Of the mount: its descriptors, which stay the plane's, and the answer to INIT. Returns how many, or -errno. -EAGAIN: INIT has not come. -EOPNOTSUPP: its
  * kernel does not send requests again (before Linux 6.9). */
 int kvfs_fuse_held(struct kvfs_plane *plane, int *fds, uint32_t capacity, struct kvfs_held *out);
-/* Whether a mount with so many descriptors can be served. The state is a struct kvfs_held, of whatever build. 0; -EPROTONOSUPPORT: of another version;
+/* Whether a mount with this number of descriptors can be served. The state is a struct kvfs_held, of any build. 0; -EPROTONOSUPPORT: of another version;
  * -EBADMSG: it is none; -EPROTO: it has flags that this build does not know; -EINVAL: numbers that cannot be. Changes nothing. */
 int kvfs_held_check(const void *state, uint32_t size, uint32_t count, struct kvfs_versions *out);
 /* Serve a mount that an earlier daemon served: all its descriptors (taken over, also after a failure), and what it agreed on. The kernel sends its requests
@@ -259,7 +258,7 @@ struct kvfs_virtiofs_config {
     uint32_t queue_size_max; /* a power of two, 8 to 1024 */
     uint32_t memory_type_count;
     uint32_t reserved;
-    /* Guest memory may lie in files of these filesystems (statfs(2), f_type), besides memfd, tmpfs and hugetlbfs. In another filesystem, a
+    /* Guest memory may lie in files of these filesystems (statfs(2), f_type), in addition to memfd, tmpfs and hugetlbfs. In another filesystem, a
      * fault on a file that does not answer would wait for ever. */
     uint64_t memory_types[KVFS_VIRTIOFS_MEMORY_TYPES_MAX];
 };
@@ -280,7 +279,7 @@ struct kvfs_virtiofs_statistics {
 int kvfs_virtiofs_statistics(struct kvfs_plane *plane, int number, struct kvfs_virtiofs_statistics *out);
 /* Make every host mount look up its cached names again (FUSE_NOTIFY_INC_EPOCH, where supported). Queued to the notifier thread. */
 void kvfs_notify_epoch(struct kvfs_plane *plane);
-/* Completion: 0 when the hosts have been told of all that was queued before, -ENOMEM. */
+/* Completion: 0 when the hosts have received all that was queued before, -ENOMEM. */
 int kvfs_notify_flush(struct kvfs_plane *plane, uint64_t cookie);
 
 /* ---- FLUSHes that wait for room (KVFS_EVENT_ROOM) ---- */
@@ -306,17 +305,17 @@ int kvfs_inode_update(struct kvfs_plane *plane, const void *inode_record);
 int kvfs_inode_move(struct kvfs_plane *plane, const void *inode_record);
 /* Unlink: returns 1 if the inode is open and was kept nameless (KVFS_EVENT_IDLE follows), 0 if it is gone. */
 int kvfs_inode_remove(struct kvfs_plane *plane, uint64_t inode);
-/* The same where its device is away, as subscribers are told. */
+/* The same where its device is away, as subscribers hear. */
 int kvfs_inode_hide(struct kvfs_plane *plane, uint64_t inode);
-/* For each inode: if it is open, busy[i] = 1 and nothing changes. Else, or if it is open beyond its users' shares, its record is removed
- * and busy[i] = 0. Returns the busy count. */
+/* For each inode: if it is open, busy[i] = 1 and nothing changes. Otherwise, or if it is open beyond its users' shares, its record is removed and
+ * busy[i] = 0. Returns the busy count. */
 int kvfs_inode_evict(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count, uint8_t *busy);
 /* kvfs_table_load() in a step, of blocks that are found again while subscribers listen. */
 int64_t kvfs_blocks_load(struct kvfs_plane *plane, const void *records, uint64_t size);
 /* A block, as eviction looks at it. */
 struct kvfs_look {
     uint64_t inode;
-    uint32_t pages;     /* in the segment; 0: nothing of it is there */
+    uint32_t pages;     /* in the segment; 0: it has nothing */
     uint32_t pages_all; /* in all segments */
     uint32_t use;       /* as kvfs_inode_uses() has it */
     uint8_t open;       /* enum kvfs_open_state */
@@ -326,9 +325,9 @@ struct kvfs_look {
 };
 /* Look at these inodes in a segment, as of one instant. */
 void kvfs_blocks_look(struct kvfs_plane *plane, uint32_t segment, const uint64_t *inodes, uint32_t count, struct kvfs_look *out);
-/* One step: sealed blocks with a part in the segment leave block table, names and places, and hosts will have to be told of their names.
- * UINT32_MAX: wherever they lie. A block stays if it is open within its users' shares, leased, its record is not in memory, or there is no memory.
- * gone[i] = 1 for those that left. */
+/* One step: sealed blocks with a part in the segment leave block table, names and places, and hosts need notice of their names.
+ * UINT32_MAX: wherever they lie. A block stays if it is open within its users' shares, leased, its record is not in memory, or memory is short.
+ * gone[i] = 1 for blocks that left. */
 struct kvfs_evicted {
     uint32_t blocks;
     uint32_t reserved; /* zero */
@@ -336,11 +335,11 @@ struct kvfs_evicted {
 };
 void kvfs_blocks_evict(struct kvfs_plane *plane, uint32_t segment, const uint64_t *inodes, uint32_t count, uint8_t *gone,
                        struct kvfs_evicted *evicted);
-/* The same for files that are worth nothing without each other, wherever they lie: while one is open within its users' shares, or written, all stay. Those
- * that are leased stay without the others. */
+/* The same for files that are worth nothing without each other, wherever they lie: while one is open within its users' shares, or written, all
+ * stay. Leased ones stay without the others. */
 void kvfs_group_evict(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count, uint8_t *gone, struct kvfs_evicted *evicted);
-/* One step: files of a directory lose their names and go, as by unlink(2); hosts will have to be told of the names. left[i] = 1 for those that
- * are the caller's: directories, links, slabs, pinned files, and those whose records are not in memory. */
+/* One step: files of a directory lose their names and go, as by unlink(2); hosts will have to be told of the names. left[i] = 1 for the caller's
+ * files: directories, links, slabs, pinned files, and files without a record in memory. */
 struct kvfs_removed {
     uint32_t files;
     uint32_t open;  /* of these: they live on without a name until the last close */
@@ -349,9 +348,9 @@ struct kvfs_removed {
 void kvfs_files_remove(struct kvfs_plane *plane, uint64_t directory, const uint64_t *inodes, uint32_t count, uint8_t *left,
                        struct kvfs_removed *removed);
 /* For each inode: tick of its last use << 8 | hits. Hits are opens for reading since the mount, and stop at 255; an inode's creation is its
- * first use, and no hit. Blocks that were there at the mount begin with the age that kvfs_uses_begin() gives them. 0 for missing inodes. */
+ * first use, and no hit. Blocks that existed at the mount begin with the age that kvfs_uses_begin() gives them. 0 for missing inodes. */
 int kvfs_inode_uses(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count, uint32_t *uses);
-/* All blocks were used so many ticks ago, by the segment in which they begin, and the clock is at 0: before anything is used. */
+/* All blocks were used a number of ticks ago, by the segment in which they begin, and the clock is at 0: before anything is used. */
 void kvfs_uses_begin(struct kvfs_plane *plane, const uint32_t *ages, uint32_t segment_count);
 /* Weigh the pool's segments by its blocks (kvfs_weigh), and count these. It reads what others change meanwhile, and takes some 4 ns a block:
  * where there are many, not for a thread that answers requests. */
@@ -370,16 +369,16 @@ void kvfs_plane_chains(struct kvfs_plane *plane, struct kvfs_chains_statistics *
 void kvfs_set_tick(struct kvfs_plane *plane, uint32_t tick);
 /* Blocks that are used now. found: native clients have read them, which is a hit for each. Missing inodes are passed over. */
 int kvfs_inode_touch(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count, int found);
-/* The same, as a client tells. It can have used so many bytes: each inode costs `cost` of them, and each block that it found its size, too. Those that
- * cost more than is left are passed over. Returns what is left. */
+/* The same, as a client tells. It can have used this number of bytes: each inode costs `cost` of them, and each block that it found its size, too.
+ * Blocks that cost more than is left are passed over. Returns what is left. */
 uint64_t kvfs_inode_told(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count, int found, uint64_t budget, uint64_t cost);
-/* Blocks that are needed no more, as a user says: they are worth what such blocks were worth so far, until their next use. */
+/* Blocks that a user no longer needs: they are worth what such blocks were worth so far, until their next use. */
 void kvfs_inode_done(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count);
 /* Beyond share: sealed, and all its users hold more than their share; eviction may take it. Leased: neither, and a lease keeps it. */
 enum kvfs_open_state { KVFS_NOT_OPEN = 0, KVFS_OPEN = 1, KVFS_BEING_WRITTEN = 2, KVFS_OPEN_BEYOND_SHARE = 3, KVFS_LEASED = 4 };
 int kvfs_inode_is_open(struct kvfs_plane *plane, uint64_t inode);
 /* As kvfs_inode_is_open(). Another node's change of this name counts up to this version. A file that is being written stays:
- * KVFS_EVENT_OVERTAKEN tells of it again when the last writer has gone. Its seal may have been under way already, or none may come. */
+ * KVFS_EVENT_OVERTAKEN reports it again when the last writer has gone. Its seal may have been under way already, or none may come. */
 int kvfs_inode_overtaken(struct kvfs_plane *plane, uint64_t inode, uint64_t version);
 
 /* ---- the feed: changes of blocks' names, for native clients that subscribed (block/feed.h) ---- */
@@ -395,7 +394,7 @@ struct kvfs_feed_place {
 /* The feed begins, if it has not. size: of its records, if it begins now: a multiple of 64 KiB, 256 KiB to 1 GiB. -EINVAL, -ENOMEM, or an error of
  * memfd_create(2). */
 int kvfs_feed_begin(struct kvfs_plane *plane, uint64_t size, struct kvfs_feed_place *out);
-/* Nobody listens any more. */
+/* The last listener has gone. */
 void kvfs_feed_stop(struct kvfs_plane *plane);
 
 /* ---- a pod: names and blocks of other nodes (kvfs_pod.h) ---- */
@@ -412,9 +411,9 @@ int kvfs_foreign_find(struct kvfs_plane *plane, uint64_t parent, const char *nam
 int kvfs_foreign_rights(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t name_size, struct kvfs_record *out);
 /* Tell once more of all directories that this node has: another one has begun, and empty ones are on no device. Returns how many. Any thread. */
 uint64_t kvfs_foreign_tell_directories(struct kvfs_plane *plane);
-/* Remove a block's name of another node; every node is told. 0, -ENOENT; -EAGAIN: it is this node's, or a directory. */
+/* Remove a block's name of another node; every node gets the news. 0, -ENOENT; -EAGAIN: it is this node's, or a directory. */
 int kvfs_foreign_unlink(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t name_size);
-/* Names of other nodes that were removed here, since the last call. Their owners may be away: whoever removed them says it again when they are back.
+/* Names of other nodes that were removed here, since the last call. Their owners may be away: the node that removed them says it again when they are back.
  * Returns how many of `capacity` were written; call again until it is 0. */
 struct kvfs_tombstone {
     uint64_t key_low, key_high;
@@ -427,14 +426,14 @@ uint32_t kvfs_foreign_tombstones(struct kvfs_plane *plane, struct kvfs_tombstone
 void kvfs_foreign_tell_gone(struct kvfs_plane *plane, const struct kvfs_tombstone *tombstones, uint32_t count);
 /* A block that was looked up, by its node id. name: KVFS_NAME_MAX + 1 bytes. 0, -ENOENT. */
 int kvfs_foreign_known(struct kvfs_plane *plane, uint64_t inode, struct kvfs_record *out, char *name);
-/* Take in what another node told, as kvfs_pod_apply() does; blocks that others read are used, and the clock of versions goes on. */
+/* Take in another node's news, as kvfs_pod_apply() does; blocks that others read are used, and the clock of versions goes on. */
 int kvfs_foreign_apply(struct kvfs_plane *plane, uint32_t slot, const void *batch, uint64_t size, struct kvfs_pod_conflict *conflicts,
                        struct kvfs_pod_applied *out);
 /* The inode numbers of this node's blocks with these keys, two words each; 0: there is none. Returns how many there are. */
 int kvfs_foreign_asked(struct kvfs_plane *plane, const uint64_t *keys, uint32_t count, uint64_t *inodes);
 /* News of a native client about blocks of other nodes (struct wire_foreign_block); what: enum wire_foreign_what. Returns how many entries went. */
 int kvfs_foreign_note(struct kvfs_plane *plane, uint32_t what, const void *blocks, uint32_t count);
-/* Take in inode records that were found on the devices. Those of blocks whose header is in this segment, in this life, count; and of directories.
+/* Take in inode records that were found on the devices. Entries of blocks whose header is in this segment, in this life, count; and of directories.
  * Returns how many were taken, or -EBADMSG: one makes no sense. */
 int64_t kvfs_foreign_load(struct kvfs_plane *plane, uint32_t segment, uint64_t generation, const void *records, uint64_t size);
 /* The inode number of a directory of a pod. */
@@ -546,18 +545,18 @@ struct kvfs_user {
     uint64_t staged_bytes;     /* memory of files being written */
     uint64_t staging_refusals; /* writes that were refused for want of it */
 };
-/* The share of one user: sealed blocks that are open, and the bytes of kvfs_user_hold. Files being written may be more, as long as a share
- * is left to others; then their writes, and opens for writing, end with EDQUOT. Root and `exempt` may hold
- * all. names_part: the same of the block table's records, of KVFS_WHOLE. With `left` of `all` records left to all users, one may have names_part /
- * (KVFS_WHOLE - names_part) * left * left / all names. Beyond that CREATE, MKNOD, MKDIR and SYMLINK end with EDQUOT. */
+/* The share of one user: sealed blocks that are open, and the bytes of kvfs_user_hold. Files being written may be more, while a share is left to
+ * others; then their writes, and opens for writing, end with EDQUOT. Root and `exempt` may hold all. names_part: the same of the block table's
+ * records, of KVFS_WHOLE. With `left` of `all` records left to all users, one may have names_part / (KVFS_WHOLE - names_part) * left * left / all
+ * names. Beyond that CREATE, MKNOD, MKDIR and SYMLINK end with EDQUOT. */
 #define KVFS_WHOLE 65536
 void kvfs_set_share(struct kvfs_plane *plane, uint64_t bytes, uint32_t names_part, uint32_t exempt);
 /* Whether the user may make one more directory: 0 or -EDQUOT. Of that share a ninth is for files alone. */
 int kvfs_names_ask(struct kvfs_plane *plane, uint32_t id);
-/* The share of staging of one user, some MiB at least. A user may have more as long as a share is left to others. Beyond it files of the user are
+/* The share of staging of one user, some MiB at least. A user may have more while a share is left to others. Beyond it files of the user are
  * spilled, whatever their size. Where they cannot be, writes end with EDQUOT; with EIO where devices fail. */
 void kvfs_set_staging_share(struct kvfs_plane *plane, uint64_t bytes);
-/* Bytes that a user holds besides: pins, reservations, slabs. */
+/* Bytes that a user holds in addition: pins, reservations, slabs. */
 void kvfs_user_hold(struct kvfs_plane *plane, uint32_t id, uint64_t bytes);
 /* All users seen so far. Returns the count, at most capacity. */
 int kvfs_users(struct kvfs_plane *plane, struct kvfs_user *out, uint32_t capacity);

@@ -104,14 +104,14 @@ struct kvfs_pod_statistics {
 
 /* A map that C made (kvfs_pod_create()). */
 int kvfs_pod_fd(const struct kvfs_pod *pod); /* owned by the map; safe to pass read-only */
-/* A device is back: no segment is avoided any more. By the writer. */
+/* A device is back: no segment is avoided. By the writer. */
 void kvfs_pod_avoid_none(struct kvfs_pod *pod);
 /* The slot of the node that owns the segment. */
 uint32_t kvfs_pod_owner(const struct kvfs_pod *pod, uint32_t segment);
 
 /* ---- single records: any thread of the daemon; each takes the mutex for under a microsecond ---- */
 
-/* A segment's life: this generation is there, or has ended. All entries of earlier lives are dead by one store. 0; -ESTALE: a later one is known;
+/* A segment's life: this generation lives, or has ended. All entries of earlier lives are dead by one store. 0; -ESTALE: a later one is known;
  * -EINVAL; -EAGAIN: a new life waits for the sweep, which kvfs_pod_sweep() brings forward. */
 int kvfs_pod_life(struct kvfs_pod *pod, uint32_t segment, uint64_t generation, int ended);
 /* Look at some buckets of 64 bytes for dead entries and old memories of `gone`. Every apply does as many as it has records. Returns how many went. */
@@ -169,8 +169,8 @@ enum kvfs_pod_kind {
     KVFS_POD_GONE = 2,
     KVFS_POD_DIRECTORY_HERE = 3, /* shape counts, segment and page do not */
     KVFS_POD_DIRECTORY_GONE = 4,
-    KVFS_POD_HIT = 5,    /* a block of whoever reads this was read by the sender; version is how often */
-    KVFS_POD_KEYED = 128 /* a flag beside the kind */
+    KVFS_POD_HIT = 5,    /* a block of the reader's own was read by the sender; version is how often */
+    KVFS_POD_KEYED = 128 /* a flag next to the kind */
 };
 
 struct kvfs_pod_batch_record {
@@ -206,7 +206,7 @@ struct kvfs_pod_applied {
     uint64_t version_max; /* highest version or generation seen, of applied and skipped records: for the Lamport clock */
     uint32_t records;     /* in the batch: the sum of the counts up to hits */
     uint32_t applied;     /* here and gone that changed the map, or were known already */
-    uint32_t old;         /* a higher version was there */
+    uint32_t old;         /* a higher version was present */
     uint32_t ended;       /* the segment's life had ended, or a later one was known */
     uint32_t foreign;     /* the segment is another owner's */
     uint32_t malformed;   /* place, shape, or an index that cannot be */
@@ -216,7 +216,7 @@ struct kvfs_pod_applied {
     uint32_t own;     /* this node's own block has a higher version: skipped */
     uint32_t hits;
     uint32_t conflict_count; /* entries written to conflicts[] */
-    uint32_t hit_count;      /* entries written to hits[]: those of hits that the table knows */
+    uint32_t hit_count;      /* entries written to hits[]: of hits that the table knows */
     uint32_t unsure;         /* keys that the block table could not answer for (-EAGAIN): a conflict may hide there */
 };
 
@@ -226,7 +226,7 @@ struct kvfs_news;
 
 enum kvfs_news_flags {
     KVFS_NEWS_KEYED = 1, /* the block's header has this very key */
-    KVFS_NEWS_FIRST = 2, /* nothing had this name: if it goes before it was told, nobody needs to know */
+    KVFS_NEWS_FIRST = 2, /* nothing had this name: if it goes before its news, the news is not needed */
     KVFS_NEWS_HIDDEN = 4 /* .tmp and dot names: kvfs_news_flush() leaves them */
 };
 
@@ -270,7 +270,7 @@ struct kvfs_news_taken {
 struct kvfs_news_statistics {
     uint64_t added;
     uint64_t merged;   /* into a later item of their key */
-    uint64_t vanished; /* came and went before they were told */
+    uint64_t vanished; /* came and went before their news */
     uint64_t lost;
     uint64_t batches;
     uint64_t records;
@@ -281,7 +281,7 @@ struct kvfs_news_statistics {
 
 /* An eventfd, owned by the queue: readable when something is due earlier than the last take said, or a batch is full. take() empties it. */
 int kvfs_news_fd(const struct kvfs_news *news);
-/* A segment's life has ended, or (not ended) a generation begins, of which nothing need be told yet. Any thread. */
+/* A segment's life has ended, or (not ended) a generation begins, which needs no news yet. Any thread. */
 void kvfs_news_life(struct kvfs_news *news, uint32_t segment, uint64_t generation, int ended);
 /* Pack what is due at now_ns into one batch. Returns its size, 0: nothing is due, or -ENOSPC: capacity is below KVFS_POD_BATCH_SIZE_MAX.
  * Call again until 0; then wait until next_due_ns or for the eventfd. One thread at a time. */

@@ -2,8 +2,8 @@
  *
  * A request is a prompt: the blocks of its prefix in order. The engine looks them up until the first one that is missing, loads those
  * before it, and stores the rest. On a directory (POSIX) that is access(2) a block; open, read, close; access, a temporary file, write,
- * close, rename. On a client (kvfs.h) it is kvfs_exists, kvfs_get, and
- * kvfs_put_vectors of what is absent, with parents, as the connectors do. Requests begin in the trace's order.
+ * close, rename. On a client (kvfs.h) it is kvfs_exists, kvfs_get, and kvfs_put_vectors of absent keys, with parents, as the connectors do.
+ * Requests begin in the trace's order.
  *
  * A block is SPACE/<2 hex digits>/<32 hex digits>, which is also its name by kvfs_put, so that both ways find each other's blocks. Each of
  * its pages begins with the block's hash and the page's offset; loaded pages are checked.

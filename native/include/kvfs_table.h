@@ -29,10 +29,10 @@ struct kvfs_record {
     uint32_t nlink;
     uint8_t kind;  /* enum kvfs_kind */
     uint8_t flags; /* enum kvfs_inode_flags */
-    uint8_t keyed; /* FOREIGN: the block's header has this very key; else it was renamed after its seal */
+    uint8_t keyed; /* FOREIGN: the block's header has this very key; otherwise it was renamed after its seal */
     uint8_t reserved0;
     uint32_t slot;              /* of the record in the table, 0 to records_max; a rename may change it; for private side arrays */
-    uint64_t key_low, key_high; /* of its name; only of what was found in the table or in a pod map */
+    uint64_t key_low, key_high; /* of its name; only of blocks found in the table or in a pod map */
 };
 
 struct kvfs_table_statistics {

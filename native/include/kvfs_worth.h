@@ -13,14 +13,14 @@
  * ahead of the clock, which others moved on meanwhile, has age 0. */
 #define KVFS_WORTH_AGES 89
 
-/* The age of blocks that are needed no more, as a user says; their uses are counted there. No other grows so old by itself: it takes 4,096 pools'
+/* The age of blocks that a user no longer needs; their uses are counted there. No other grows so old by itself: it takes 4,096 pools'
  * worth of writes. */
 #define KVFS_DONE_AGE 4194304
 
 /* Only ratios mean something. All are finite and not negative. */
 struct kvfs_worths {
     float worths[KVFS_WORTH_CLASSES][KVFS_WORTH_AGES];
-    float orphan; /* an orphan (kvfs_chains.h) is worth so much of that */
+    float orphan; /* an orphan (kvfs_chains.h) is worth this part of that */
 };
 
 /* Numbers of blocks, by class and by the index of the last age that theirs has reached. */
@@ -32,7 +32,7 @@ struct kvfs_weight {
     double loss;    /* the sum over the blocks that begin in the segment: pages x the worth, or the price where that is less */
     uint64_t pages; /* of these blocks, header and content, wherever they lie */
     uint64_t count; /* of these blocks */
-    uint64_t live;  /* pages of blocks there, also of those that begin elsewhere. Set by the caller of kvfs_losses() */
+    uint64_t live;  /* pages of blocks there, also of blocks that begin elsewhere. Set by the caller of kvfs_losses() */
 };
 
 uint32_t kvfs_worth_class(uint32_t hits);
