@@ -35,6 +35,7 @@ from kvfs.names import Leave
 from kvfs.namespace.files import Namespace
 from kvfs.plane import Call, EventType
 from kvfs.record import Inode
+from kvfs.store import blocks
 from kvfs.store.store import Store
 from kvfs.types import ROOT_INODE, InodeNumber
 
@@ -53,7 +54,9 @@ HOLD, NO_FAULT, WRITES = 6, 0, 2
 TIME_STEP_S = 0.0042
 # Times before a history that nobody has set: of the pool's folder.
 LONG_BEFORE_NS = 10**18
-DEADLINE_S = 10.0
+DEADLINE_S = 30.0
+# Beyond the numbers that a machine gives.
+PROCESSES = 1 << 23
 # Of one WRITE: a socket takes no more.
 WRITE_SIZE = 64 << 10
 
@@ -110,6 +113,8 @@ class Hand:
         self.pool, self.side, self.journal = pool, side, journal
         self.answered = Answered()
         self.unique = 2
+        # Who asks. Chains of blocks depend on the time between two stores of a process: each operation is another's.
+        self.process = PROCESSES
         # When each operation began; the first is that of the history.
         self.began: list[int] = []
         self.handles: dict[str, tuple[int, int]] = {}
@@ -124,6 +129,7 @@ class Hand:
         """Open the store, work, and close it, or end as by a kill."""
         options = replace(LAZY, journal=self.journal, on_event=self._on_event)
         self.handles.clear()
+        blocks._LINGER_S = 0.0  # a replaced block lingers until settle(), however long that takes
         trio.run(self._live, work, crash, options)
 
     async def _live(self, work: Callable[[Hand], Awaitable[None]], crash: bool, options: Any) -> None:
@@ -174,7 +180,9 @@ class Hand:
 
     async def send(self, opcode: int, node: int, body: bytes = b"", user: int = 0) -> int:
         self.unique += 2
-        await self.fuse.send(IN.pack(IN.size + len(body), opcode, self.unique, node, user, user, 7, 0, 0) + body)
+        await self.fuse.send(
+            IN.pack(IN.size + len(body), opcode, self.unique, node, user, user, self.process, 0, 0) + body
+        )
         return self.unique
 
     async def receive(self, unique: int) -> bytes:
@@ -383,7 +391,8 @@ class Hand:
             self._writer = Writer(self.store)
         return self._writer
 
-    async def put(self, path: str, size: int, letter: str = "x") -> None:
+    async def put(self, path: str, size: int, letter: str = "x") -> int:
+        """Reserve, write and commit one block; the error, or 0."""
         parent, name = await self.where(path)
         asked = []
 
@@ -392,8 +401,13 @@ class Hand:
             return self.namespace.make_way(block)
 
         self.writer.namespace.make_way = make_way  # type: ignore[method-assign]
-        await self.writer.put(name[:-1], letter.encode(), size, parent)
-        (self.answered.python if asked else self.answered.c)["put"] += 1
+        (place,) = await self.writer.reserve([name[:-1]], size, parent)
+        if isinstance(place, int):
+            return place
+        await self.writer.write(place, letter.encode())
+        (error,) = await self.writer.commit(place)
+        (self.answered.python if asked else self.answered.c)["put"] += not error
+        return error
 
     async def delete(self, path: str) -> bool:
         """As Clients does: what C leaves is removed by the namespace (kvfs/frontend/clients.py)."""
@@ -420,10 +434,12 @@ class Hand:
 
     async def evict(self, *paths: str) -> int:
         """The evictor's step, of these blocks in the segment of the first. Returns how many went."""
-        nodes = [InodeNumber(await self.node(path)) for path in paths]
-        inode = self.store.index.get(nodes[0])
-        assert inode is not None
-        return self.store.blocks.evict(self.store.segments.all[inode.segment], nodes).blocks
+        inodes = [self.store.index.get(InodeNumber(await self.node(path))) for path in paths]
+        blocks = [inode for inode in inodes if inode is not None and inode.sealed]
+        if not blocks:
+            return 0
+        home = self.store.segments.all[blocks[0].segment]
+        return self.store.blocks.evict(home, [block.inode for block in blocks]).blocks
 
     async def commit(self) -> None:
         await self.store.blocks.commit()

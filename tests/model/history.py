@@ -72,8 +72,13 @@ def run(history: Sequence[Operation], pool: Path, side: Side, fd: int | None) ->
             for operation in operations:
                 await trio.sleep(TIME_STEP_S)
                 hand.began.append(time.time_ns())
-                found.results.append(await one(hand, operation))
-                await look()
+                hand.process += 1
+                try:
+                    found.results.append(await one(hand, operation))
+                    await look()
+                except BaseException as error:
+                    error.add_note(f"{side}, in operation {len(found.results)} of\n{story(history)}")
+                    raise
 
         return life
 
