@@ -19,11 +19,11 @@ from typing import Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar, cast
 
 from kvfs import journal
 from kvfs._native import ffi, lib
-from kvfs.errors import KvfsError
+from kvfs.errors import FormatError, KvfsError
+from kvfs.lent import lent
 from kvfs.types import InodeNumber
 
 _CAPACITY = 64 << 10
-_CHANGE = struct.Struct("<QII")
 _LIST_MAX = 4096
 _NOTED_MAX = 256
 _NOWHERE = 0xFFFFFFFF
@@ -33,6 +33,8 @@ assert LOOK.size == ffi.sizeof("struct kvfs_look")
 
 # The request whose changes a task makes: connection, number.
 _REQUEST: ContextVar[tuple[int, int] | None] = ContextVar("kvfs_request", default=None)
+
+assert lib.KVFS_INDEX_LISTS == 8  # struct kvfs_index_changes has as many
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -135,6 +137,13 @@ class NamesError(KvfsError):
 
 class MissingError(KvfsError):
     """The inode is not in memory: load it first."""
+
+
+class Begun(NamedTuple):
+    """Changes that a commit writes: memory of the names until the commit ends."""
+
+    data: object
+    size: int
 
 
 class Names:
@@ -398,27 +407,39 @@ class Names:
 
     # ---- committing ----
 
-    def commit_begin(self) -> object:
-        """The changes since the last commit, for commit_changes()."""
+    def commit_begin(self) -> Begun:
+        """The changes since the last commit, for index_known() and index_changes()."""
         size = ffi.new("uint64_t *")
         begun = lib.kvfs_names_commit_begin(self._names, size)
         if begun == ffi.NULL:
             raise NamesError("no memory for a commit")
-        return ffi.buffer(begun, size[0]) if size[0] else b""
+        return Begun(begun, size[0])
 
     @staticmethod
-    def commit_changes(begun: object) -> list[tuple[int, bytes, bool]]:
-        """For each inode that changed: its number, its record (b"": the index is to forget it), and whether the index
-        has never had it. Before commit_end(), in any thread."""
-        data = bytes(cast(bytes, begun))
-        changes: list[tuple[int, bytes, bool]] = []
-        at = 0
-        while at < len(data):
-            inode, record_size, is_new = _CHANGE.unpack_from(data, at)
-            at += _CHANGE.size
-            changes.append((inode, data[at : at + record_size], bool(is_new)))
-            at += record_size
-        return changes
+    def index_known(begun: Begun, count: int) -> list[bytes]:
+        """Keys of the inodes that the index may have already, ascending. `count`: of the changes. Before commit_end(),
+        in any thread, as index_changes()."""
+        keys = ffi.new("uint8_t[]", 8 * count)
+        known = lib.kvfs_index_known(begun.data, begun.size, keys)
+        packed = bytes(ffi.buffer(keys, 8 * known))
+        return [packed[at : at + 8] for at in range(0, len(packed), 8)]
+
+    @staticmethod
+    def index_changes(begun: Begun, records: Sequence[bytes]) -> list[list[tuple[bytes, bytes]]]:
+        """Keys and values that the index's databases lose and get, each list ascending, in the order of enum
+        kvfs_index_list. `records`: what the index has of index_known()'s, in that order. FormatError."""
+        error, damaged = ffi.new("int *"), ffi.new("uint64_t *")
+        stored = b"".join(records)
+        made = lib.kvfs_index_changes(begun.data, begun.size, lent(stored), len(stored), error, damaged)
+        if made == ffi.NULL:
+            if error[0] == -errno.EBADMSG:
+                raise FormatError(f"index: what it has of inode {damaged[0]} is no record")
+            raise NamesError("no memory for a commit")
+        try:
+            packed = bytes(ffi.buffer(made.bytes, made.size))
+            return [_pairs(packed, ffi.unpack(one.bounds, 2 * one.count + 1)) for one in made.lists]
+        finally:
+            lib.kvfs_index_changes_free(made)
 
     def commit_end(self, ok: bool) -> None:
         """In the step in which the index begins to show what was committed."""
@@ -485,6 +506,12 @@ class Names:
         if not lib.kvfs_names_journal_fill(self._names, out):
             return None
         return journal.Fill(out.size, out.used, out.lost, out.unanswered)
+
+
+def _pairs(packed: bytes, bounds: Sequence[int]) -> list[tuple[bytes, bytes]]:
+    """Keys and values that lie one behind another."""
+    starts, middles, ends = bounds[0:-1:2], bounds[1::2], bounds[2::2]
+    return [(packed[a:b], packed[b:c]) for a, b, c in zip(starts, middles, ends, strict=True)]
 
 
 class _Stepping(Protocol):

@@ -27,15 +27,13 @@ import trio
 from kvfs.errors import KvfsError
 from kvfs.index.hidden import Hidden
 from kvfs.index.interface import Dentries, IndexStatistics, Numbers, Pairs, States
-from kvfs.names import Leave, MissingError, Names
+from kvfs.names import Begun, Leave, MissingError, Names
 from kvfs.record import (
     GROUP_ATTRIBUTE,
     PARENT_OFFSET,
     RECORD_HEAD,
     RECORD_PARENT,
-    RECORD_SIZE,
     Inode,
-    InodeFlags,
     Kind,
     segments_of,
 )
@@ -58,8 +56,7 @@ _LIST_BATCH = 256
 _DEPTH_MAX = 4096  # of directories: longer than PATH_MAX allows
 # Keys beyond the segment are read in vain.
 _MEMBERS_BATCH = 16
-# Of every record of a commit. As plain numbers: to test an IntFlag takes half a microsecond.
-_FILE, _SEALED, _NAMELESS = int(Kind.FILE), int(InodeFlags.SEALED), int(InodeFlags.NAMELESS)
+_NOTHING = Begun(None, 0)
 # Present while the index is being rebuilt.
 _INCOMPLETE_NAME = "incomplete"
 
@@ -94,7 +91,7 @@ class _Batch:
     """The changes of one commit: inodes as Names.commit_begin() gives them, states of segments, meta values (None:
     removed)."""
 
-    inodes: object = b""
+    inodes: Begun = _NOTHING
     inode_count: int = 0
     segments: dict[int, bytes] = field(default_factory=dict)
     meta: dict[bytes, bytes | None] = field(default_factory=dict)
@@ -102,31 +99,6 @@ class _Batch:
     @property
     def count(self) -> int:
         return self.inode_count + len(self.segments) + len(self.meta)
-
-
-class _Keys:
-    """The keys that LMDB has beside an inode's record: its dentry, its memberships, its group."""
-
-    __slots__ = ("dentry", "group", "members")
-
-    def __init__(self, number: int, record: bytes) -> None:
-        """record: b"" for an inode that is not there."""
-        self.dentry = self.group = b""
-        self.members: frozenset[bytes] = frozenset()
-        if not record:
-            return
-        _, kind, flags, name_size, _, parent, _, _, _, segment, _, _, extent_count = RECORD_HEAD.unpack_from(record)
-        if name_size and not flags & _NAMELESS:  # the root has no name
-            self.dentry = _U64.pack(parent) + record[RECORD_SIZE : RECORD_SIZE + name_size]
-        if kind == _FILE:
-            home = (segment,) if flags & _SEALED else ()
-            segments = segments_of(Inode.unpack(record)) if extent_count else home
-            self.members = frozenset([_MEMBER.pack(index, number) for index in segments])
-        if GROUP_ATTRIBUTE in record and (group := Inode.unpack(record).group):
-            self.group = _group_key(group, number)
-
-
-_NO_KEYS = _Keys(0, b"")
 
 
 class LmdbIndex:
@@ -652,7 +624,7 @@ class LmdbIndex:
                 os.truncate(path, needed + _HOLE)
 
     def _write_batch(self, txn: Transaction, batch: _Batch) -> None:
-        self._write_inodes(txn, self._names.commit_changes(batch.inodes))
+        self._write_inodes(txn, batch.inodes, batch.inode_count)
         states = [(_U32.pack(segment), state) for segment, state in batch.segments.items()]
         txn.cursor(self._segments_db).putmulti(states)
         for key, value in batch.meta.items():
@@ -661,44 +633,27 @@ class LmdbIndex:
             else:
                 txn.put(key, value, db=self._meta_db)
 
-    def _write_inodes(self, txn: Transaction, changes: Sequence[tuple[int, bytes, bool]]) -> None:
+    def _write_inodes(self, txn: Transaction, begun: Begun, count: int) -> None:
         """Removals first, as a name that one inode leaves may be another's. Puts are sorted, as neighbours share pages,
         and one call a database, as each call may wait for the interpreter lock."""
-        asked = sorted(_U64.pack(number) for number, _, is_new in changes if not is_new)
-        stored = dict(txn.cursor(self._inodes_db).getmulti(asked)) if asked else {}
-        inodes: list[tuple[bytes, bytes]] = []
-        names: list[tuple[bytes, bytes]] = []
-        members: list[tuple[bytes, bytes]] = []
-        groups: list[bytes] = []
-        left: list[tuple[bytes, int]] = []
-        for number, record, _ in changes:
-            key = _U64.pack(number)
-            old = _Keys(number, stored[key]) if key in stored else _NO_KEYS
-            new = _Keys(number, record) if record else _NO_KEYS
-            if record:
-                inodes.append((key, record))
-            elif key in stored:
-                txn.delete(key, db=self._inodes_db)
-            if old.dentry and old.dentry != new.dentry:
-                left.append((old.dentry, number))
-            for member in old.members - new.members:
-                txn.delete(member, db=self._members_db)
-            if old.group and old.group != new.group and self._groups_db is not None:
-                txn.delete(old.group, db=self._groups_db)
-            if new.dentry:
-                names.append((new.dentry, _VALUE.pack(number)))
-            members += [(member, b"") for member in new.members]
-            if new.group:
-                groups.append(new.group)
-        for dentry, number in left:
+        known = self._names.index_known(begun, count)
+        stored = txn.cursor(self._inodes_db).getmulti(known) if known else []
+        puts_and_drops = self._names.index_changes(begun, [record for _, record in stored])
+        inodes, names, members, groups, lost_inodes, lost_names, lost_members, lost_groups = puts_and_drops
+        for db, keys in (
+            (self._inodes_db, lost_inodes), (self._members_db, lost_members), (self._groups_db, lost_groups),
+        ):  # fmt: skip
+            for key, _ in keys if db is not None else ():
+                txn.delete(key, db=db)
+        for dentry, inode in lost_names:
             # An inode that is away may have lost its name to another.
-            if txn.get(dentry, None, self._names_db) == _VALUE.pack(number):
+            if txn.get(dentry, None, self._names_db) == inode:
                 txn.delete(dentry, db=self._names_db)
-        for db, items in ((self._inodes_db, inodes), (self._names_db, names), (self._members_db, members)):
-            items.sort()
-            txn.cursor(db).putmulti(items)
-        for group in groups if self._groups_db is not None else ():
-            txn.put(group, b"", db=self._groups_db)
+        for db, items in (
+            (self._inodes_db, inodes), (self._names_db, names), (self._members_db, members), (self._groups_db, groups),
+        ):  # fmt: skip
+            if items and db is not None:
+                txn.cursor(db).putmulti(items)
 
     # ---- rebuilding ----
 

@@ -84,6 +84,34 @@ struct kvfs_change {
     uint32_t is_new;
 };
 const void *kvfs_names_commit_begin(struct kvfs_names *names, uint64_t *size);
+/* The inodes that the index may have already: big-endian numbers of 8 bytes, ascending, into `keys`, which has room for one of each change. Returns how
+ * many. In any thread, as kvfs_index_changes(). */
+uint64_t kvfs_index_known(const void *changes, uint64_t size, uint8_t *keys);
+/* What the index's databases lose and get by these changes (docs/format.md, 5), each list ascending by its keys. */
+enum kvfs_index_list {
+    KVFS_INDEX_PUT_INODES = 0,
+    KVFS_INDEX_PUT_NAMES = 1,
+    KVFS_INDEX_PUT_MEMBERS = 2,
+    KVFS_INDEX_PUT_GROUPS = 3,
+    KVFS_INDEX_DROP_INODES = 4, /* values: none */
+    KVFS_INDEX_DROP_NAMES = 5,  /* values: the inode, whose name it still has to be */
+    KVFS_INDEX_DROP_MEMBERS = 6,
+    KVFS_INDEX_DROP_GROUPS = 7,
+    KVFS_INDEX_LISTS = 8
+};
+struct kvfs_index_changes {
+    const uint8_t *bytes; /* keys and values, one behind another */
+    uint64_t size;
+    struct {
+        const uint64_t *bounds; /* in `bytes`, 2 * count + 1: where each key begins, where its value does, and the end of the last */
+        uint64_t count;
+    } lists[8]; /* KVFS_INDEX_LISTS */
+};
+/* `records`: concatenated, ascending by inode, 8-byte aligned: what the index has of kvfs_index_known()'s. NULL and *error: -ENOMEM; -EBADMSG: the record
+ * of inode *damaged is none. */
+struct kvfs_index_changes *kvfs_index_changes(const void *changes, uint64_t size, const void *records, uint64_t records_size, int *error,
+                                              uint64_t *damaged);
+void kvfs_index_changes_free(struct kvfs_index_changes *changes);
 /* Call it in the step in which the index begins to show what was committed. Not ok: the changes stay. */
 void kvfs_names_commit_end(struct kvfs_names *names, int ok);
 /* Changes that no commit has begun to write. */

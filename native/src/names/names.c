@@ -67,8 +67,8 @@ static bool is_durable(const struct kvfs_inode_record *record) {
     return record && (record->kind != KVFS_KIND_FILE || (record->flags & (KVFS_INODE_SEALED | KVFS_INODE_NAMELESS)) == KVFS_INODE_SEALED);
 }
 
-/* The value of the attribute that names a group; NULL if there is none. Attributes: u16 size of the key, u32 size of the value, key, value. */
-static const char *group_of(const struct kvfs_inode_record *record, uint32_t *size) {
+/* Attributes: u16 size of the key, u32 size of the value, key, value. */
+const char *record_group(const struct kvfs_inode_record *record, uint32_t *size) {
     if (!record || !record->xattr_size)
         return NULL;
     const uint8_t *at = (const uint8_t *)(record_extents(record) + record->extent_count), *end = at + record->xattr_size;
@@ -225,8 +225,8 @@ static void entry_move(struct kvfs_names *names, struct entry *entry, enum state
 /* The entry has this record from now on, or none, and is a member where it lies. */
 static void entry_hold(struct kvfs_names *names, struct entry *entry, struct kvfs_inode_record *record, struct members *members) {
     uint32_t size;
-    names->grouped -= group_of(entry->record, &size) != NULL;
-    names->grouped += group_of(record, &size) != NULL;
+    names->grouped -= record_group(entry->record, &size) != NULL;
+    names->grouped += record_group(record, &size) != NULL;
     members_set(names, entry, record, members);
     free(entry->record);
     entry->record = record;
@@ -507,7 +507,7 @@ uint32_t kvfs_names_group(struct kvfs_names *names, const char *group, uint32_t 
         for (struct link *at = names->states[state].after; at != &names->states[state]; at = at->after) {
             const struct entry *entry = entry_at(at);
             uint32_t size;
-            const char *found = group_of(entry->record, &size);
+            const char *found = record_group(entry->record, &size);
             if (found && size == group_size && memcmp(found, group, size) == 0 && count++ < capacity)
                 out[count - 1] = entry->inode;
         }

@@ -102,6 +102,8 @@ static inline const struct kvfs_inode_record *entry_older(const struct entry *en
     return same && is_unsealed(record) ? older : NULL;
 }
 uint64_t name_hash_of(const struct kvfs_names *names, uint64_t parent, const char *name, uint32_t size);
+/* The value of the attribute that names a group; NULL if there is none, or it is too long for a name. */
+const char *record_group(const struct kvfs_inode_record *record, uint32_t *size);
 /* The memory that an entry needs beside its own to be a member where this record lies; the record may be NULL. 0 or -ENOMEM. */
 int members_make(const struct kvfs_inode_record *record, struct members **out);
 /* The entry is a member where the record lies, and nowhere else. Takes over what members_make() made, or has entry->extents again. */
