@@ -23,6 +23,7 @@ from kvfs.cgroup import threads_told
 from kvfs.errors import KvfsError, NamesFullError
 from kvfs.frames import Frames
 from kvfs.held import HeldMount
+from kvfs.listings import Listings
 from kvfs.names import LOOK, Evicted, Leave, Look, Names
 from kvfs.podmap import PodMap, PodOptions
 from kvfs.record import RECORD_BYTES, RECORD_SIZE, Extent
@@ -40,7 +41,7 @@ _CALLS = 16
 _ERRNO_MAX = 4095
 # Completions and FLUSHes of one turn of the event loop: some milliseconds at most, as others wait for theirs.
 _STEPS = 16
-FUSE_FLUSH = 25  # linux/fuse.h
+FUSE_FLUSH, FUSE_READDIR, FUSE_READDIRPLUS = 25, 28, 44  # linux/fuse.h
 RECORD_CAPACITY = 1 << 20
 # Bytes of the feed of changes, where nothing else is asked for: some 120,000 changes.
 FEED_SIZE: int = lib.KVFS_FEED_SIZE
@@ -305,7 +306,7 @@ class Plane:
         self._table = lib.kvfs_plane_table(self._plane)
         self.names = Names(lib.kvfs_plane_names(self._plane), self._plane)
         self.frames = Frames(self._plane)
-        self.uses, self.held = Uses(self._plane), HeldMount(self._plane)
+        self.uses, self.held, self.listings = Uses(self._plane), HeldMount(self._plane), Listings(self._plane)
         # The names of other nodes, once join() was called.
         self.pod: PodMap | None = None
 
@@ -364,7 +365,7 @@ class Plane:
         while count := lib.kvfs_take_calls(self._plane, self._calls, _CALLS):
             for i in range(count):
                 call = _call(self._calls[i])
-                if call.opcode == FUSE_FLUSH:
+                if call.opcode in (FUSE_FLUSH, FUSE_READDIR, FUSE_READDIRPLUS):
                     self._flushes.append(call)
                 elif self.on_call is not None:
                     self.on_call(call)
@@ -425,7 +426,7 @@ class Plane:
     def answer(self, call: int, error: int, inode: int = 0) -> None:
         """Answer a call: an errno or 0, and the inode that a CREATE made or found."""
         assert 0 <= error <= _ERRNO_MAX, error
-        lib.kvfs_answer(self._plane, call, -error, inode)
+        lib.kvfs_answer(self._plane, call, -error, inode, ffi.NULL)
 
     def flush_wanted(self) -> int:
         """The pages that the first FLUSH that waits for room needs; 0: none waits."""

@@ -1,4 +1,5 @@
-"""Calls: the CREATE, UNLINK, RENAME and FLUSH requests that the data plane leaves, answered without a task for each.
+"""Calls: the CREATE, UNLINK, RENAME, FLUSH and READDIR requests that the data plane leaves, answered without a task for
+each.
 
 The data plane hands them over in batches (struct kvfs_call, native/include/kvfs_plane.h), from every transport; all but
 a FLUSH are done when the handler returns. A call that has to wait (a CREATE of an existing file, a FLUSH that finds no
@@ -17,13 +18,18 @@ from kvfs.errors import ExistsError, IsDirectoryError, KvfsError, NamesFullError
 from kvfs.frontend.fuse import errno_of, room_in_journal
 from kvfs.namespace.files import Namespace
 from kvfs.namespace.forgetting import NextNames
-from kvfs.plane import FUSE_FLUSH, Call, Plane
+from kvfs.plane import FUSE_FLUSH, FUSE_READDIR, FUSE_READDIRPLUS, Call, Plane
 from kvfs.record import Inode, Kind
 from kvfs.store.table_room import WAIT_S
 from kvfs.types import InodeNumber
 
 # linux/fuse.h
 _UNLINK, _RENAME, _CREATE = 10, 12, 35
+_CHANGES = frozenset({_UNLINK, _RENAME, _CREATE})
+# A directory's names are brought this many at a time: some 0.5 ms.
+_PAGE = 1024
+# Names by inode, kept for listings that go on behind an entry that was removed. Some 12 MB when full.
+_RECENT_MAX = 65_536
 
 
 class Calls:
@@ -34,7 +40,9 @@ class Calls:
         self._namespace, self._plane, self._removals = namespace, plane, removals
         self._handlers: dict[int, Callable[[Call], None]] = {
             _CREATE: self._create, _UNLINK: self._unlink, _RENAME: self._rename, FUSE_FLUSH: self._flush,
+            FUSE_READDIR: self._list, FUSE_READDIRPLUS: self._list,
         }  # fmt: skip
+        self._recent: dict[int, bytes] = {}
         self._nursery: trio.Nursery
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -50,7 +58,7 @@ class Calls:
 
     def take(self, call: Call) -> None:
         """Begin to answer one. Whatever happens, it is answered."""
-        if call.opcode != FUSE_FLUSH and self._namespace.names.journal_is_full():
+        if call.opcode in _CHANGES and self._namespace.names.journal_is_full():
             self._nursery.start_soon(self._take_when_room, call)
         else:
             self._take_now(call)
@@ -148,3 +156,34 @@ class Calls:
             self._refuse(call, error)
         else:
             self._plane.answer(call.id, 0)
+
+    def _list(self, call: Call) -> None:
+        """Bring the names behind the one that was listed last.
+
+        A cookie is an inode number, so a listing can be resumed anywhere, for ever, without state: the index knows the
+        name. Only names that were just listed and have since gone or been renamed need remembering.
+        """
+        directory, cookie = InodeNumber(call.inode), call.new_parent
+        after = call.name or (self._name_of_cookie(directory, cookie) if cookie else b"")
+        while True:
+            found = self._namespace.list_entries(directory, after, _PAGE)
+            names, numbers = [name for name, _ in found], [number for _, number in found]
+            self._recent.update(zip(numbers, names, strict=True))
+            if len(self._recent) > _RECENT_MAX:
+                self._forget_recent()
+            if self._plane.listings.answer(call.id, names, numbers, end=len(found) < _PAGE):
+                return
+            after = names[-1]
+
+    def _name_of_cookie(self, directory: InodeNumber, cookie: int) -> bytes:
+        name = self._recent.get(cookie)
+        if name is not None:
+            return name
+        inode = self._namespace.get(InodeNumber(cookie))
+        if inode.parent != directory:
+            raise StaleInodeError(f"directory {directory}: cookie {cookie} is of another directory")
+        return inode.name
+
+    def _forget_recent(self) -> None:
+        for cookie in list(self._recent)[: _RECENT_MAX // 2]:
+            del self._recent[cookie]

@@ -19,15 +19,15 @@ from typing import Concatenate, ParamSpec, TypeVar, cast
 
 import pyfuse3
 import trio
-from pyfuse3 import EntryAttributes, FileInfo, FUSEError, ReaddirToken, RequestContext, SetattrFields, StatvfsData
+from pyfuse3 import EntryAttributes, FileInfo, FUSEError, RequestContext, SetattrFields, StatvfsData
 
-from kvfs.errors import AttributesFullError, KvfsError, NoAttributeError, NotPermittedError, StaleInodeError
+from kvfs.errors import AttributesFullError, KvfsError, NoAttributeError, NotPermittedError
 from kvfs.frontend.asked import ATTRIBUTE, Asked, Asker
 from kvfs.names import Names
 from kvfs.namespace.files import Changes, Namespace
 from kvfs.namespace.hints import Caller
 from kvfs.podmap import is_foreign
-from kvfs.record import Inode, Kind
+from kvfs.record import Inode
 from kvfs.types import NAME_MAX, PAGE_SIZE, InodeNumber
 
 log = logging.getLogger(__name__)
@@ -36,10 +36,6 @@ log = logging.getLogger(__name__)
 TASKS_MAX = 10_000
 # Idle tasks that are kept: with fewer, a burst of creates spends its time making tasks.
 TASKS_IDLE = 16
-# A directory's names are read from the index this many at a time; a reply of 128 KiB holds some 700.
-_LIST_BATCH = 512
-# Names by cookie, kept for listings whose next entry is removed before they go on. Some 12 MB when full.
-_RECENT_MAX = 65_536
 # Errors that say something about the pool rather than about the request.
 _WORTH_LOGGING = frozenset({errno.EIO, errno.ENOSPC, errno.ETIMEDOUT})
 
@@ -114,7 +110,6 @@ class Operations(pyfuse3.Operations):
     def __init__(self, namespace: Namespace, asked: Asked | None = None) -> None:
         super().__init__()
         self._namespace, self._asked = namespace, asked
-        self._recent: dict[int, bytes] = {}
 
     # ---- looking ----
 
@@ -254,48 +249,6 @@ class Operations(pyfuse3.Operations):
     @_answers
     async def fsyncdir(self, fh: int, datasync: bool) -> None:
         await self._namespace.sync()
-
-    @_answers
-    async def readdir(self, fh: int, start_id: int, token: ReaddirToken) -> None:
-        """Entries after the one that `start_id` names, in byte order of names.
-
-        The cookie of an entry is its inode number, so a listing can be resumed anywhere, for ever, without state: the
-        index knows the name. Only names that were just listed and have since gone or been renamed need remembering.
-        """
-        directory = InodeNumber(fh)
-        after = self._name_of_cookie(directory, start_id) if start_id else b""
-        entry = EntryAttributes()
-        while True:
-            names = self._namespace.list_entries(directory, after, _LIST_BATCH)
-            if not names:
-                return
-            for name, number, kind in names:
-                # Number and type are all that a listing gives: the mux strips the rest, so that it makes no inodes in
-                # the kernel.
-                entry.st_ino = number
-                entry.st_mode = _TYPE_BITS[kind]
-                if not pyfuse3.readdir_reply(token, name, entry, number):
-                    return
-                self._recent[number] = name
-            if len(self._recent) > _RECENT_MAX:
-                self._forget_recent()
-            after = names[-1][0]
-
-    def _name_of_cookie(self, directory: InodeNumber, cookie: int) -> bytes:
-        name = self._recent.get(cookie)
-        if name is not None:
-            return name
-        inode = self._namespace.get(InodeNumber(cookie))
-        if inode.parent != directory:
-            raise StaleInodeError(f"directory {directory}: cookie {cookie} is of another directory")
-        return inode.name
-
-    def _forget_recent(self) -> None:
-        for cookie in list(self._recent)[: _RECENT_MAX // 2]:
-            del self._recent[cookie]
-
-
-_TYPE_BITS = {Kind.FILE: stat.S_IFREG, Kind.DIRECTORY: stat.S_IFDIR, Kind.SYMLINK: stat.S_IFLNK}
 
 
 def attributes(inode: Inode) -> EntryAttributes:

@@ -53,6 +53,8 @@ _U32 = struct.Struct(">I")
 _VALUE = struct.Struct("<Q")
 _MARK = struct.Struct("<QQ")
 _LIST_BATCH = 256
+# Of a directory's names so many are read first, then four times as many each time.
+_STORED_FIRST = 16
 _DEPTH_MAX = 4096  # of directories: longer than PATH_MAX allows
 # Keys beyond the segment are read in vain.
 _MEMBERS_BATCH = 16
@@ -274,6 +276,8 @@ class LmdbIndex:
         found: Dentries = []
         while True:
             changed = self._names.listing(parent, after, _LIST_BATCH)
+            if not changed:
+                return found + self._list_stored(parent, after, limit - len(found))
             # Behind the last of a full batch there may be more that has changed.
             bound = changed[-1][0] if len(changed) == _LIST_BATCH else None
             for name, inode in self._merged(parent, after, bound, changed):
@@ -317,6 +321,22 @@ class LmdbIndex:
                 return
             if len(key) > 8 and key[8:] != after:
                 yield key[8:], _VALUE.unpack(value)[0]
+
+    def _list_stored(self, parent: int, after: bytes, limit: int) -> Dentries:
+        """At most `limit` of LMDB's names greater than `after`. No more is read behind a directory than it has."""
+        found: list[tuple[bytes, int]] = []
+        cursor, behind, size = self._read.cursor(self._names_db), _U64.pack(parent + 1), _STORED_FIRST
+        if not cursor.set_range(_U64.pack(parent) + after + b"\0"):
+            return []
+        items = cast(Iterator[tuple[bytes, bytes]], cursor.iternext())
+        while chunk := list(islice(items, min(size, limit - len(found)))):
+            count = len(chunk) if chunk[-1][0] < behind else bisect_left(chunk, (behind, b""))
+            values = struct.unpack(f"<{count}Q", b"".join([value for _, value in chunk[:count]]))
+            found += zip([key[8:] for key, _ in chunk[:count]], values, strict=True)
+            if count < len(chunk):
+                break
+            size *= 4
+        return cast(Dentries, found)
 
     def is_empty(self, parent: InodeNumber) -> bool:
         return not self.list(parent, b"", 1)

@@ -52,7 +52,6 @@ from kvfs.namespace.hints import ROOT_CALLER, Caller, Hints
 from kvfs.plane import LINGERS
 from kvfs.podmap import is_foreign
 from kvfs.record import (
-    KIND_OFFSET,
     LINKS_OFFSET,
     RECORD_LINKS,
     RECORD_TIMES,
@@ -78,7 +77,6 @@ XATTRS_SIZE_MAX = 4096
 USED_PERCENT_MAX = 65
 # A truncation or preallocation waits this long for seals of what was written before.
 _SEAL_TIMEOUT_S = 60.0
-_KINDS = {int(kind): kind for kind in Kind}
 # readlink gives at most a page.
 _SYMLINK_MAX = 4095
 
@@ -216,19 +214,10 @@ class Namespace:
         self._plane.name_put(own.pack(), 0)
         return own
 
-    def list_entries(self, parent: InodeNumber, after: bytes, limit: int) -> list[tuple[bytes, InodeNumber, Kind]]:
-        """At most `limit` entries with names greater than `after`, in byte order of names. An empty list comes only at
-        the end."""
-        entries: list[tuple[bytes, InodeNumber, Kind]] = []
-        while True:
-            names = self._index.list(parent, after, limit)
-            for name, number in names:
-                record = self._index.raw(number)
-                if record is not None:
-                    entries.append((name, number, _KINDS[record[KIND_OFFSET]]))
-            if entries or len(names) < limit:
-                return entries
-            after = names[-1][0]
+    def list_entries(self, parent: InodeNumber, after: bytes, limit: int) -> list[tuple[bytes, InodeNumber]]:
+        """At most `limit` entries with names greater than `after`, in byte order of names. Fewer come only at the
+        end."""
+        return self._index.list(parent, after, limit)
 
     def open_directory(self, number: InodeNumber) -> None:
         """Note that a process lists the directory, or works in it."""

@@ -186,20 +186,29 @@ int kvfs_session_open(struct kvfs_plane *plane);
 struct kvfs_call {
     uint64_t id;         /* for the answer */
     uint64_t inode;      /* the directory; FLUSH: the file */
-    uint64_t new_parent; /* RENAME */
+    uint64_t new_parent; /* RENAME; READDIR: the inode that was listed last, or 0 */
     uint32_t opcode;     /* linux/fuse.h; RENAME2 as RENAME */
     uint32_t flags;      /* CREATE: of open(2); RENAME: of renameat2(2) */
     uint32_t mode, uid, gid;
     uint16_t name_size, new_name_size;
-    char name[256], new_name[256];
+    char name[256], new_name[256]; /* READDIR, READDIRPLUS: the name that was listed last, if C knows it */
 };
 /* on 0: as before it. Calls taken after that have lost their owner: the end of the session answers them, or a guest's relay asks the next daemon. */
 void kvfs_calls_open(struct kvfs_plane *plane, int on);
 /* Whose request the session serves under this `pid`, or a call under the low 32 bits of its id: for kvfs_names_request(). 0: of none that is done once. */
 int kvfs_request_of(struct kvfs_plane *plane, uint32_t token, uint64_t *connection, uint64_t *unique);
 int kvfs_take_calls(struct kvfs_plane *plane, struct kvfs_call *out, uint32_t count);
-/* error: 0 or -errno; inode: of a CREATE, which is in the block table and being written. Late answers are dropped. */
-void kvfs_answer(struct kvfs_plane *plane, uint64_t id, int error, uint64_t inode);
+/* Names of a directory in their order, behind the one that a READDIR asks for. They are kept for the next READDIR of the handle. */
+struct kvfs_listed {
+    const uint64_t *inodes;
+    const uint8_t *sizes;
+    const char *text; /* one name after the other */
+    uint32_t count;
+    uint32_t end; /* there are no more */
+};
+/* error: 0 or -errno; inode: of a CREATE, which is in the block table and being written; names: of a READDIR or READDIRPLUS, else NULL. Late answers
+ * are dropped. Returns 0, or -EAGAIN: all the names are gone by now. The call then needs an answer by those behind them. */
+int kvfs_answer(struct kvfs_plane *plane, uint64_t id, int error, uint64_t inode, const struct kvfs_listed *names);
 /* Serve this mounted /dev/fuse descriptor (taken over). */
 int kvfs_fuse_add(struct kvfs_plane *plane, int fd);
 

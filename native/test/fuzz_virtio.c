@@ -320,7 +320,7 @@ static void session_drain(void) {
             file_seal(call.inode, 'a', true);
             r = 0;
         }
-        kvfs_answer(plane, call.id, r < 0 ? -EIO : 0, ours ? named[(int)letter] : 2);
+        kvfs_answer(plane, call.id, r < 0 ? -EIO : 0, ours ? named[(int)letter] : 2, NULL);
     }
 }
 

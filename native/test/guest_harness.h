@@ -92,7 +92,7 @@ static inline uint64_t create(struct front *f, const char *name, uint64_t *fh) {
         struct fuse_entry_out entry;
         struct fuse_open_out open;
     } out;
-    kvfs_answer(plane, call.id, 0, inode);
+    kvfs_answer(plane, call.id, 0, inode, NULL);
     CHECK(wait_answer(f, 1, REQUEST_AT, NULL) == 0);
     memcpy(&out, f->memory + REPLY_AT, sizeof(out));
     CHECK(out.entry.entry_valid == 0 && out.entry.attr_valid == 0);
@@ -114,7 +114,7 @@ static inline int flush_and_seal(struct front *f, uint64_t inode, uint64_t fh, c
     struct kvfs_call call = forwarded_call(FUSE_FLUSH);
     CHECK(call.inode == inode);
     int64_t r = seal(inode, name, false);
-    kvfs_answer(plane, call.id, r < 0 ? -EIO : 0, 0);
+    kvfs_answer(plane, call.id, r < 0 ? -EIO : 0, 0, NULL);
     return wait_answer(f, 1, REQUEST_AT, NULL);
 }
 

@@ -60,7 +60,7 @@ static inline uint64_t create_with(const char *name, uint32_t flags, uint64_t *f
     make_record(record, inode, name, 0, 0, 0, 0);
     CHECK(kvfs_name_put(plane, record, 0) == 0);
     CHECK(kvfs_file_create(plane, inode) == 0);
-    kvfs_answer(plane, call.id, 0, inode);
+    kvfs_answer(plane, call.id, 0, inode, NULL);
     void *body;
     CHECK(answer(&body, NULL) == 0);
     struct fuse_entry_out entry;
@@ -99,7 +99,7 @@ static inline int flush_and_seal(uint64_t inode, uint64_t fh, const char *name) 
     struct kvfs_call call = forwarded_call(FUSE_FLUSH);
     CHECK(call.inode == inode && call.name_size == 0);
     int64_t r = seal(inode, name, true);
-    kvfs_answer(plane, call.id, r < 0 ? -EIO : 0, 0);
+    kvfs_answer(plane, call.id, r < 0 ? -EIO : 0, 0, NULL);
     return answer(NULL, NULL);
 }
 

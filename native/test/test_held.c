@@ -241,7 +241,7 @@ static void test_a_mount_is_left(int written) {
     ask(FUSE_GETATTR, inode, data, sizeof(struct fuse_getattr_in), NULL, 0);
     usleep(50000);
     CHECK(transport_count() == 1); /* it waits for the answer */
-    kvfs_answer(plane, call.id, -ENOENT, 0);
+    kvfs_answer(plane, call.id, -ENOENT, 0, NULL);
     CHECK(answer_of(under_way) == -ENOENT);
     uint64_t until = now_ns() + 20000000000ull;
     while (transport_count()) {

@@ -298,8 +298,8 @@ static void test_deadline_of_forwarded_requests(void) {
     uint8_t record[512];
     make_record(record, inode, "late", 0, 0, 0, 0);
     CHECK(kvfs_name_put(plane, record, 0) == 0 && kvfs_file_create(plane, inode) == 0);
-    kvfs_answer(plane, id, 0, inode);
-    kvfs_answer(plane, id, 0, inode); /* an answer counts once */
+    kvfs_answer(plane, id, 0, inode, NULL);
+    kvfs_answer(plane, id, 0, inode, NULL); /* an answer counts once */
     uint64_t until = now_ns() + 30000000000ull;
     bool seen = false;
     while (!seen && now_ns() < until) {
@@ -396,26 +396,26 @@ static void test_calls(void) {
     struct kvfs_call call = forwarded_call(FUSE_RENAME);
     CHECK(call.inode == 1 && call.new_parent == 77 && call.flags == 1 && call.name_size == 3 && call.new_name_size == 255);
     CHECK(memcmp(call.name, "old", 3) == 0 && memcmp(call.new_name, longest, 255) == 0);
-    kvfs_answer(plane, call.id, -EEXIST, 0);
+    kvfs_answer(plane, call.id, -EEXIST, 0, NULL);
     CHECK(answer(NULL, NULL) == -EEXIST);
     memcpy(one.names, "a\0b", 4);
     ask(FUSE_RENAME, 1, &one, sizeof(one.in) + 4, NULL, 0);
     call = forwarded_call(FUSE_RENAME);
     CHECK(call.new_parent == 78 && call.flags == 0 && call.name[0] == 'a' && call.new_name[0] == 'b' && call.new_name_size == 1);
-    kvfs_answer(plane, call.id, 0, 0);
+    kvfs_answer(plane, call.id, 0, 0, NULL);
     CHECK(answer(NULL, NULL) == 0);
     ask(FUSE_UNLINK, 1, longest, 256, NULL, 0);
     call = forwarded_call(FUSE_UNLINK);
     CHECK(call.inode == 1 && call.name_size == 255);
-    kvfs_answer(plane, call.id + 1, -EPERM, 0); /* nobody's */
-    kvfs_answer(plane, 0, -EPERM, 0);
-    kvfs_answer(plane, UINT64_MAX, -EPERM, 0);
-    kvfs_answer(plane, call.id, -ENOENT, 0);
+    kvfs_answer(plane, call.id + 1, -EPERM, 0, NULL); /* nobody's */
+    kvfs_answer(plane, 0, -EPERM, 0, NULL);
+    kvfs_answer(plane, UINT64_MAX, -EPERM, 0, NULL);
+    kvfs_answer(plane, call.id, -ENOENT, 0, NULL);
     CHECK(answer(NULL, NULL) == -ENOENT);
     /* A CREATE whose inode is gone again is an error, not a handle. */
     struct fuse_create_in in = {.flags = O_RDWR | O_CREAT, .mode = 0100644};
     ask(FUSE_CREATE, 1, &in, sizeof(in), "gone", 5);
-    kvfs_answer(plane, forwarded_call(FUSE_CREATE).id, 0, 999999);
+    kvfs_answer(plane, forwarded_call(FUSE_CREATE).id, 0, 999999, NULL);
     CHECK(answer(NULL, NULL) == -EIO);
     /* Closed: by the session again. */
     kvfs_calls_open(plane, 0);

@@ -264,24 +264,24 @@ static void test_python_gets_what_is_not_in_memory(void) {
     struct fuse_rename_in in = {.newdir = 77};
     ask(FUSE_RENAME, 1, &in, sizeof(in), both, sizeof(both)); /* a directory that is not here */
     struct kvfs_call call = forwarded_call(FUSE_RENAME);
-    kvfs_answer(plane, call.id, -ENOENT, 0);
+    kvfs_answer(plane, call.id, -ENOENT, 0, NULL);
     CHECK(answer(NULL, NULL) == -ENOENT);
     struct fuse_create_in create = {.flags = O_RDWR | O_CREAT, .mode = 0100640};
     ask(FUSE_CREATE, 1, &create, sizeof(create), "one", 4); /* a name that is taken */
     call = forwarded_call(FUSE_CREATE);
-    kvfs_answer(plane, call.id, -EEXIST, 0);
+    kvfs_answer(plane, call.id, -EEXIST, 0, NULL);
     CHECK(answer(NULL, NULL) == -EEXIST);
     kvfs_names_untold(names, 1, "stale", 5); /* a name that a host may believe in */
     ask(FUSE_CREATE, 1, &create, sizeof(create), "stale", 6);
     call = forwarded_call(FUSE_CREATE);
-    kvfs_answer(plane, call.id, -EIO, 0);
+    kvfs_answer(plane, call.id, -EIO, 0, NULL);
     CHECK(answer(NULL, NULL) == -EIO);
     kvfs_names_untold(names, 0, "", 0);
     kvfs_names_begin(names); /* Python is in the middle of a step */
     ask(FUSE_UNLINK, 1, "one", 4, NULL, 0);
     call = forwarded_call(FUSE_UNLINK);
     kvfs_names_end(names);
-    kvfs_answer(plane, call.id, -EBUSY, 0);
+    kvfs_answer(plane, call.id, -EBUSY, 0, NULL);
     CHECK(answer(NULL, NULL) == -EBUSY);
     ask(FUSE_UNLINK, 1, "one", 4, NULL, 0);
     CHECK(answer(NULL, NULL) == 0);
@@ -341,7 +341,7 @@ static void test_a_seal_that_fails_is_pythons(void) {
     CHECK(nothing_answered() && record_of(other).flags == KVFS_INODE_SEALED);
     kvfs_place_release(names, SEGMENT, run.page);
     CHECK(answer(NULL, NULL) == 0 && places[SEGMENT].run_count == 0);
-    kvfs_answer(plane, call.id, -EIO, 0);
+    kvfs_answer(plane, call.id, -EIO, 0, NULL);
     release(inode, fh);
     release(other, other_fh);
     CHECK(kvfs_file_discard(plane, inode) == 0);
@@ -389,7 +389,7 @@ static void test_a_device_is_silent_under_a_servers_ring(void) {
         CHECK(call.inode == inode && segment_notes(SEGMENT) & KVFS_NOTE_FAILED && atomic_load(&plane->array.orphans) == 1);
         struct kvfs_failed_run run;
         CHECK(kvfs_place_failed(names, SEGMENT, &run) == 1);
-        kvfs_answer(plane, call.id, -EIO, 0);
+        kvfs_answer(plane, call.id, -EIO, 0, NULL);
         CHECK(answer_of(flush) == -EIO);
         release(inode, fh);
         CHECK(kvfs_file_discard(plane, inode) == 0 && slots_free() < slots);
@@ -422,7 +422,7 @@ static void test_a_flush_waits_for_room(void) {
     kvfs_flush_give_up(plane);
     CHECK(kvfs_flush_wanted(plane) == 0);
     struct kvfs_call call = forwarded_call(FUSE_FLUSH);
-    kvfs_answer(plane, call.id, -ENOSPC, 0);
+    kvfs_answer(plane, call.id, -ENOSPC, 0, NULL);
     CHECK(answer(NULL, NULL) == -ENOSPC);
     flush_soon(inode, fh);
     for (uint64_t until = now_ns() + 20000000000ull; !kvfs_flush_wanted(plane); usleep(200))

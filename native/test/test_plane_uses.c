@@ -249,7 +249,7 @@ static void test_opens_are_uses(void) {
     printf("ok opens are uses\n");
 }
 
-/* ---- listings: names from the session, attributes from the table ---- */
+/* ---- listings: names from Python, attributes from the table ---- */
 
 static uint64_t open_directory(void) {
     struct fuse_open_in in = {.flags = O_RDONLY};
@@ -274,26 +274,37 @@ struct listed {
     uint64_t inode;
 };
 
-/* List through a handle; the session's answer is `entries`. Returns the kernel's. */
-static const uint8_t *list(uint32_t opcode, uint64_t fh, uint64_t offset, const struct listed *entries, uint32_t count, size_t *size) {
-    uint8_t names[4000];
-    uint32_t used = 0;
-    struct fuse_read_in in = {.fh = fh, .offset = offset, .size = 32768};
+/* Ask for a listing through a handle; it comes as a call. */
+static struct kvfs_call list_call(uint32_t opcode, uint64_t fh, uint64_t offset, uint32_t size) {
+    struct fuse_read_in in = {.fh = fh, .offset = offset, .size = size};
+    struct kvfs_call call;
     ask(opcode, 1, &in, sizeof(in), NULL, 0);
-    struct fuse_in_header *request = forwarded_request();
-    struct fuse_read_in asked;
-    memcpy(&asked, request + 1, sizeof(asked));
-    CHECK(request->opcode == FUSE_READDIRPLUS && asked.fh == 1 && asked.offset == (offset > 2 ? offset - 2 : 0));
+    while (kvfs_take_calls(plane, &call, 1) == 0)
+        usleep(100);
+    CHECK(call.opcode == opcode && call.inode == 1 && call.new_parent == (offset > 2 ? offset - 2 : 0));
+    return call;
+}
+
+static int list_answer(uint64_t id, const struct listed *entries, uint32_t count, int end) {
+    uint64_t inodes[2000];
+    uint8_t sizes[2000];
+    char names[4000];
+    uint32_t used = 0;
     for (uint32_t i = 0; i < count; i++) {
-        uint32_t length = (uint32_t)strlen(entries[i].name), head = offsetof(struct fuse_direntplus, dirent) + offsetof(struct fuse_dirent, name);
-        struct fuse_direntplus plus = {.dirent = {.ino = entries[i].inode, .off = entries[i].inode, .namelen = length, .type = 8}};
-        memset(names + used, 0, round_up(head + length, 8));
-        memcpy(names + used, &plus, head);
-        memcpy(names + used + head, entries[i].name, length);
-        used += (uint32_t)round_up(head + length, 8);
-        CHECK(used <= sizeof(names));
+        inodes[i] = entries[i].inode;
+        sizes[i] = (uint8_t)strlen(entries[i].name);
+        CHECK(used + sizes[i] <= sizeof(names));
+        memcpy(names + used, entries[i].name, sizes[i]);
+        used += sizes[i];
     }
-    session_reply(request->unique, 0, names, used);
+    const struct kvfs_listed listed = {.inodes = inodes, .sizes = sizes, .text = names, .count = count, .end = (uint32_t)end};
+    return kvfs_answer(plane, id, 0, 0, &listed);
+}
+
+/* List through a handle; Python brings `entries`, and there are no more. Returns the kernel's. */
+static const uint8_t *list(uint32_t opcode, uint64_t fh, uint64_t offset, const struct listed *entries, uint32_t count, size_t *size) {
+    struct kvfs_call call = list_call(opcode, fh, offset, 32768);
+    CHECK(list_answer(call.id, entries, count, 1) == 0);
     void *body;
     CHECK(answer(&body, size) == 0);
     return body;
@@ -331,10 +342,10 @@ static void test_listings(void) {
     CHECK(write_at(written, written_fh, 0, data, 777) == 0);
     uint32_t use = use_of(sealed);
     kvfs_set_tick(plane, 9);
-    /* "listed-written" was another block when the session listed it the second time, and "gone" is no more. */
-    const struct listed entries[] = {{"listed-sealed", sealed}, {"listed-written", written}, {"listed-written", written + 1}, {"gone", 4242}};
+    /* "listed-written" was another block when Python listed it, and "gone" is no more. */
+    const struct listed entries[] = {{"gone", 4242}, {"listed-sealed", sealed}, {"listed-written", written + 1}};
     size_t size;
-    const uint8_t *at = list(FUSE_READDIRPLUS, directory, 0, entries, 4, &size), *begin = at;
+    const uint8_t *at = list(FUSE_READDIRPLUS, directory, 0, entries, 3, &size), *begin = at;
     struct fuse_direntplus e = next_listed(&at, ".");
     CHECK(e.entry_out.nodeid == 0 && e.dirent.ino == 1 && e.dirent.off == 1);
     e = next_listed(&at, "..");
@@ -344,12 +355,10 @@ static void test_listings(void) {
     CHECK(e.entry_out.generation == 0 && e.entry_out.entry_valid == 1 && e.entry_out.attr_valid == 1);
     e = next_listed(&at, "listed-written");
     CHECK(e.entry_out.nodeid == written && e.entry_out.attr.size == 777 && e.entry_out.entry_valid == 1 && e.entry_out.attr_valid == 0);
-    e = next_listed(&at, "listed-written");
-    CHECK(e.entry_out.nodeid == 0 && e.dirent.ino == written + 1);
-    CHECK(next_listed(&at, "gone").entry_out.nodeid == 0 && at == begin + size);
+    CHECK(e.dirent.ino == written && e.dirent.off == written + 2 && e.dirent.type == 8 && at == begin + size);
     CHECK(use_of(sealed) == use); /* seen is not used */
-    list(FUSE_READDIR, directory, 0, entries, 4, &size);
-    CHECK(size == 2 * 32 + 40 + 2 * 40 + 32);
+    list(FUSE_READDIR, directory, 0, entries, 3, &size);
+    CHECK(size == 2 * 32 + 2 * 40);
     /* A listing makes so many inodes, and no more; all of them together in a minute, too. */
     uint64_t nodes = 2, total, before;
     while ((before = nodes_listed(directory, sealed)) != 0)
@@ -372,12 +381,101 @@ static void test_listings(void) {
     printf("ok listings have attributes, make a bounded number of inodes, and are no uses\n");
 }
 
+static uint64_t calls_of(void) {
+    struct kvfs_statistics now;
+    kvfs_statistics_get(plane, &now);
+    return now.forwarded;
+}
+
+/* Ask for a listing that a page here answers: no call. Returns the count of names; *offset is that of the last. */
+static uint32_t list_here(uint64_t fh, uint64_t *offset, uint32_t size) {
+    struct fuse_read_in in = {.fh = fh, .offset = *offset, .size = size};
+    uint64_t before = calls_of();
+    uint32_t count = 0;
+    void *body;
+    size_t length;
+    ask(FUSE_READDIR, 1, &in, sizeof(in), NULL, 0);
+    CHECK(answer(&body, &length) == 0 && calls_of() == before);
+    for (const uint8_t *at = body; at < (const uint8_t *)body + length; count++) {
+        struct fuse_dirent dirent;
+        memcpy(&dirent, at, offsetof(struct fuse_dirent, name));
+        at += round_up(offsetof(struct fuse_dirent, name) + dirent.namelen, 8);
+        *offset = dirent.off;
+    }
+    return count;
+}
+
+static void test_pages_of_names_answer_listings(void) {
+    enum { COUNT = 40 };
+    static char names[COUNT][8];
+    struct listed entries[COUNT];
+    uint64_t directory = open_directory(), other = open_directory(), offset, fh;
+    for (uint32_t i = 0; i < COUNT; i++) {
+        snprintf(names[i], sizeof(names[i]), "p%02u", i);
+        entries[i] = (struct listed){names[i], create(names[i], &fh)};
+        release(entries[i].inode, fh);
+    }
+    size_t size;
+    /* 2 + 8 of 32 bytes fit. The rest of the page answers the next ones, with no call. */
+    struct kvfs_call call = list_call(FUSE_READDIR, directory, 0, 320);
+    CHECK(call.name_size == 0 && list_answer(call.id, entries, COUNT / 2, 0) == 0 && answer(NULL, &size) == 0 && size == 320);
+    offset = entries[7].inode + 2;
+    CHECK(list_here(directory, &offset, 320) == 10 && offset == entries[17].inode + 2);
+    CHECK(list_here(directory, &offset, 320) == 2 && offset == entries[19].inode + 2);
+    /* Behind its end the next page is asked for, by the last name. */
+    call = list_call(FUSE_READDIR, directory, offset, 320);
+    CHECK(call.name_size == 3 && memcmp(call.name, "p19", 3) == 0);
+    /* All that it brings is gone: the names behind are needed. The same call is answered by them. */
+    const struct listed gone[] = {{"q1", 77001}, {"q2", 77002}};
+    CHECK(list_answer(call.id, gone, 2, 0) == -EAGAIN);
+    CHECK(list_answer(call.id, entries + 20, 20, 1) == 0 && answer(NULL, &size) == 0 && size == 320);
+    CHECK(list_answer(call.id, entries, 20, 1) == 0); /* late, and dropped */
+    /* A name that went is left out, and the place behind it is known; one that another inode has by now is listed with that one. */
+    offset = entries[31].inode + 2;
+    CHECK(kvfs_inode_remove(plane, entries[31].inode) == 0 && kvfs_inode_remove(plane, entries[33].inode) == 0);
+    CHECK(list_here(directory, &offset, 4096) == 7 && offset == entries[39].inode + 2);
+    CHECK(list_here(directory, &offset, 4096) == 0); /* the end */
+    /* Another handle has another page. A listing from the beginning brings its names anew. */
+    call = list_call(FUSE_READDIR, other, entries[7].inode + 2, 320);
+    CHECK(call.name_size == 0 && list_answer(call.id, entries + 8, 4, 1) == 0 && answer(NULL, &size) == 0 && size == 128);
+    call = list_call(FUSE_READDIR, directory, 0, 320);
+    CHECK(list_answer(call.id, entries, 4, 1) == 0 && answer(NULL, &size) == 0 && size == 64 + 128);
+    /* A page is used for a second. */
+    offset = entries[1].inode + 2;
+    CHECK(list_here(directory, &offset, 320) == 2);
+    usleep(1100000);
+    call = list_call(FUSE_READDIR, directory, entries[1].inode + 2, 320);
+    CHECK(call.name_size == 3 && memcmp(call.name, "p01", 3) == 0);
+    kvfs_answer(plane, call.id, -ESTALE, 0, NULL);
+    CHECK(answer(NULL, NULL) == -ESTALE);
+    /* Closed handles have none. More handles than there are pages: the oldest are brought again. */
+    close_directory(other);
+    close_directory(directory);
+    uint64_t many[70];
+    for (uint32_t i = 0; i < 70; i++) {
+        many[i] = open_directory();
+        call = list_call(FUSE_READDIR, many[i], 0, 4096);
+        CHECK(list_answer(call.id, entries, 4, 1) == 0 && answer(NULL, &size) == 0 && size == 64 + 128);
+    }
+    offset = entries[0].inode + 2;
+    CHECK(list_here(many[69], &offset, 4096) == 3);
+    call = list_call(FUSE_READDIR, many[0], entries[0].inode + 2, 4096);
+    CHECK(list_answer(call.id, entries + 1, 3, 1) == 0 && answer(NULL, &size) == 0 && size == 96);
+    for (uint32_t i = 0; i < 70; i++)
+        close_directory(many[i]);
+    for (uint32_t i = 0; i < COUNT; i++)
+        if (i != 31 && i != 33)
+            CHECK(kvfs_inode_remove(plane, entries[i].inode) == 0);
+    printf("ok pages of names answer listings\n");
+}
+
 int main(void) {
     plane_begin();
     test_names_have_shares();
     test_shares();
     test_opens_are_uses();
     test_listings();
+    test_pages_of_names_answer_listings();
     plane_end();
     return 0;
 }

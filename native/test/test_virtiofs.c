@@ -418,7 +418,7 @@ static void test_inflight_tracking(void) {
     CHECK(vu_tell(&again, VU_SET_INFLIGHT_FD, &layout, sizeof(layout), &inflight, 1) == 0);
     for (uint32_t i = 0; i < 2; i++)
         front_queue_start(&again, i, 128, 0, true); /* a base that is wrong: what was tracked counts */
-    kvfs_answer(plane, forwarded_call(FUSE_UNLINK).id, -ENOENT, 0);
+    kvfs_answer(plane, forwarded_call(FUSE_UNLINK).id, -ENOENT, 0, NULL);
     uint32_t head, length;
     CHECK(front_wait(&again.queues[1], 10000, &head, &length) && head == 7 && length == 16);
     CHECK(ask(&again, FUSE_LOOKUP, 1, "nothing", 8, NULL, 0) == -ENOENT);

@@ -20,8 +20,26 @@ from kvfs.plane import Call, Plane
 from kvfs.record import Kind
 from kvfs.types import ROOT_INODE, InodeNumber
 
-UNLINK, RENAME, FLUSH, CREATE = 10, 12, 25, 35
+UNLINK, RENAME, FLUSH, READDIR, CREATE = 10, 12, 25, 28, 35
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+
+
+class ListingsDouble:
+    """Keeps what was brought for listings. Of those in `gone`, C finds none any more."""
+
+    def __init__(self, answers: list[tuple[int, int, int]]) -> None:
+        self.brought: list[list[tuple[bytes, int]]] = []
+        self.ends: list[bool] = []
+        self.gone: set[bytes] = set()
+        self._answers = answers
+
+    def answer(self, number: int, names: Sequence[bytes], inodes: Sequence[int], *, end: bool) -> bool:
+        self.brought.append(list(zip(names, inodes, strict=True)))
+        self.ends.append(end)
+        if names and self.gone >= set(names) and not end:
+            return False
+        self._answers.append((number, 0, 0))
+        return True
 
 
 class PlaneDouble:
@@ -30,6 +48,7 @@ class PlaneDouble:
     def __init__(self) -> None:
         self.on_call: Callable[[Call], None] | None = None
         self.answers: list[tuple[int, int, int]] = []
+        self.listings = ListingsDouble(self.answers)
 
     def open_calls(self, on_call: Callable[[Call], None] | None) -> None:
         self.on_call = on_call
@@ -138,3 +157,68 @@ def test_a_bug_is_eio_and_logged(
     second = call(CREATE, b"x", flags=os.O_WRONLY) if late else call(UNLINK, b"x")
     assert [error for error, _ in answers(store, plane, [first, second])] == ["ok", "EIO"]
     assert "our bug" in caplog.text and "Traceback" in caplog.text
+
+
+# ---- listings ----
+
+
+def listed(
+    store: StoreDouble, plane: PlaneDouble, asked: Sequence[tuple[int, bytes]], remove: Sequence[bytes] = ()
+) -> list[tuple[str, list[tuple[bytes, int]]]]:
+    """Errno of each, by cookie and last name, and all names that were brought for it. After the first the names in
+    `remove` go."""
+    found: list[tuple[str, list[tuple[bytes, int]]]] = []
+    plane.answers.clear()
+
+    async def body() -> None:
+        async with trio.open_nursery() as nursery:
+            namespace = Namespace(store)
+            await nursery.start(Calls(namespace, cast(Plane, plane)).run)
+            for cookie, name in asked:
+                plane.listings.brought.clear()
+                assert plane.on_call is not None
+                plane.on_call(Call(1, READDIR, ROOT_INODE, cookie, 0, 0, 1000, 1001, name, b""))
+                error = plane.answers.pop()[1]
+                found.append(
+                    (errno.errorcode.get(error, "ok"), [item for page in plane.listings.brought for item in page])
+                )
+                for gone in remove if len(found) == 1 else ():
+                    namespace.rmdir(ROOT_INODE, gone)
+            nursery.cancel_scope.cancel()
+
+    trio.run(body)
+    return found
+
+
+def made(store: StoreDouble, count: int) -> list[tuple[bytes, int]]:
+    namespace = Namespace(store)
+    return [
+        (b"%04d" % index, namespace.mkdir(ROOT_INODE, b"%04d" % index, 0o755, 1, 1).inode) for index in range(count)
+    ]
+
+
+def test_listings_resume_at_every_cookie_and_behind_every_name(store: StoreDouble, plane: PlaneDouble) -> None:
+    everything = made(store, 20)
+    (first,) = listed(store, plane, [(0, b"")])
+    assert first == ("ok", everything) and plane.listings.ends == [True]
+    for position, (name, cookie) in enumerate(everything):
+        assert listed(store, plane, [(cookie, b""), (cookie, name)]) == [("ok", everything[position + 1 :])] * 2
+    assert listed(store, plane, [(12345, b"0012x")]) == [("ok", everything[13:])], "a name that C knows is believed"
+
+
+def test_a_listing_goes_on_behind_what_it_has_listed_and_is_gone(store: StoreDouble, plane: PlaneDouble) -> None:
+    everything = made(store, 30)
+    gone = [name for name, _ in everything[:20]]
+    asked = [(0, b""), *((number, b"") for _, number in everything[:20])]
+    assert listed(store, plane, asked, gone) == [("ok", everything), *[("ok", everything[20:])] * 20]
+
+
+def test_a_page_of_which_all_is_gone_by_now_is_followed_by_the_next(store: StoreDouble, plane: PlaneDouble) -> None:
+    everything = made(store, 1500)
+    plane.listings.gone = {name for name, _ in everything[:1024]}
+    assert listed(store, plane, [(0, b"")]) == [("ok", everything)] and plane.listings.ends == [False, True]
+
+
+def test_a_cookie_that_nobody_knows_is_refused(store: StoreDouble, plane: PlaneDouble) -> None:
+    inside = Namespace(store).mkdir(Namespace(store).mkdir(ROOT_INODE, b"d", 0o755, 1, 1).inode, b"x", 0o755, 1, 1)
+    assert listed(store, plane, [(12345, b""), (inside.inode, b"")]) == [("ESTALE", []), ("ESTALE", [])]

@@ -1,4 +1,4 @@
-"""The FUSE handlers: errors become errnos, nothing ever leaves a handler, listings resume at any cookie."""
+"""The FUSE handlers: errors become errnos, nothing ever leaves a handler."""
 
 from __future__ import annotations
 
@@ -112,57 +112,3 @@ def test_statfs_speaks_in_pages(operations: Operations) -> None:
     data = call(operations.statfs(CONTEXT))
     assert (data.f_bsize, data.f_frsize, data.f_namemax) == (4096, 4096, 255)
     assert data.f_blocks == (1 << 30) // 4096 and data.f_bavail == data.f_bfree == data.f_blocks
-
-
-class Listing:
-    """Stands in for the kernel's buffer: takes a few entries a reply."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, operations: Operations, directory: int) -> None:
-        self.operations, self.directory, self.room = operations, directory, 0
-        self.batch: list[tuple[bytes, int, int]] = []
-        monkeypatch.setattr(pyfuse3, "readdir_reply", self._reply)
-
-    def _reply(self, token: object, name: bytes, entry: pyfuse3.EntryAttributes, cookie: int) -> bool:
-        if len(self.batch) == self.room:
-            return False
-        self.batch.append((name, stat.S_IFMT(entry.st_mode), cookie))
-        return True
-
-    def read(self, cookie: int, room: int) -> list[tuple[bytes, int, int]]:
-        self.batch, self.room = [], room
-        call(self.operations.readdir(self.directory, cookie, pyfuse3.ReaddirToken()))
-        return self.batch
-
-
-def test_listings_resume_at_every_cookie(operations: Operations, monkeypatch: pytest.MonkeyPatch) -> None:
-    for index in range(20):
-        call(operations.mkdir(ROOT_INODE, b"%02d" % index, 0o755, CONTEXT))
-    call(operations.symlink(ROOT_INODE, b"link", b"target", CONTEXT))
-    listing = Listing(monkeypatch, operations, call(operations.opendir(ROOT_INODE, CONTEXT)))
-    everything = listing.read(0, 100)
-    assert [name for name, _, _ in everything] == [*(b"%02d" % index for index in range(20)), b"link"]
-    assert everything[0][1] == stat.S_IFDIR and everything[-1][1] == stat.S_IFLNK
-    for position, (_, _, cookie) in enumerate(everything):
-        assert listing.read(cookie, 7) == everything[position + 1 : position + 8]
-    call(operations.releasedir(ROOT_INODE))
-
-
-def test_a_listing_survives_the_removal_of_what_it_has_listed(
-    operations: Operations, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for index in range(30):
-        call(operations.mkdir(ROOT_INODE, b"%02d" % index, 0o755, CONTEXT))
-    listing = Listing(monkeypatch, operations, ROOT_INODE)
-    seen: list[bytes] = []
-    cookie = 0
-    while batch := listing.read(cookie, 4):
-        for name, _, _ in batch:
-            seen.append(name)
-            call(operations.rmdir(ROOT_INODE, name, CONTEXT))
-        cookie = batch[-1][2]
-    assert seen == [b"%02d" % index for index in range(30)]
-
-
-def test_a_cookie_nobody_knows_is_refused(operations: Operations, monkeypatch: pytest.MonkeyPatch) -> None:
-    Listing(monkeypatch, operations, ROOT_INODE)
-    assert refused(operations.readdir(ROOT_INODE, 12345, pyfuse3.ReaddirToken())) == "ESTALE"

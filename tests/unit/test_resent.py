@@ -174,7 +174,7 @@ def test_a_rename_or_removal_that_was_done_is_answered_and_not_done_to_another(p
         # Of a handle that this daemon does not have: its seal was done.
         assert (await kernel.answered(FLUSH, 1, flush_body(1), 44 | RESENT))[0] == 0
         names = Namespace(kernel.store)
-        assert [name for name, _, _ in names.list_entries(ROOT_INODE, b"", 10)] == [b"a", b"b", b"c"]
+        assert [name for name, _ in names.list_entries(ROOT_INODE, b"", 10)] == [b"a", b"b", b"c"]
         assert len({names.lookup(ROOT_INODE, name).inode for name in (b"a", b"b", b"c")}) == 3
         # One that was not known is done.
         assert (await kernel.answered(UNLINK, ROOT_INODE, b"c\0", 60 | RESENT))[0] == 0
@@ -233,7 +233,7 @@ def test_the_session_s_changes_are_their_requests(pool: Path, kept: int) -> None
         assert error == 0 and NODE.unpack_from(answer)[0] == names.lookup(ROOT_INODE, b"link").inode
         assert (await kernel.answered(SETXATTR, 1, MODE.pack(1, 1) + b"user.a\0x", 18 | RESENT))[0] == 0
         assert names.getxattr(names.lookup(ROOT_INODE, b"d").inode, b"user.a") == b"x"
-        assert {name for name, _, _ in names.list_entries(ROOT_INODE, b"", 10)} == {b"d", b"e", b"link"}
+        assert {name for name, _ in names.list_entries(ROOT_INODE, b"", 10)} == {b"d", b"e", b"link"}
         await kernel.ask(MKDIR, ROOT_INODE, MODE.pack(0o755, 0) + b"f\0", 20 | RESENT)
         number, ctx = await kernel.forwarded(MKDIR)
         await Operations(names).mkdir(ROOT_INODE, b"f", 0o755, ctx)

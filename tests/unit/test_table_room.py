@@ -173,7 +173,7 @@ def test_after_a_restart_each_user_has_the_same_names(pool: Path, killed: bool) 
 
     async def after(store: Store) -> None:
         assert names_of(store) == known
-        (number,) = [number for name, number, _ in Namespace(store).list_entries(ROOT_INODE, b"d0", 1)][:1]
+        (number,) = [number for name, number in Namespace(store).list_entries(ROOT_INODE, b"d0", 1)][:1]
         assert Namespace(store).get(number).kind == Kind.DIRECTORY
 
     (crashed_store if killed else with_store)(pool, before, SMALL)

@@ -569,13 +569,21 @@ static void do_readdir(struct server *server, struct fuse_in_header *in) {
     else if (read->offset > INT64_MAX) /* a cookie is an inode number + 2, or a smaller one for "." and ".." */
         reply_error(server, in->unique, -EINVAL);
     else {
+        struct pending p = mux_list(server, in);
         process_lists(server->plane, caller_of(server->transport, in->pid));
-        mux_forward(server, 0, read->offset);
+        int64_t size;
+        uint8_t *out = listing_here(server->plane, &p, &size);
+        if (size < 0)
+            mux_forward(server, 0, read->offset);
+        else
+            mux_answer_listing(server, &p, out, (uint32_t)size);
+        free(out);
     }
 }
 
 static void do_releasedir(struct server *server, struct fuse_in_header *in) {
     struct fuse_release_in *release = (struct fuse_release_in *)(void *)(in + 1);
+    listing_end(server->plane, server->transport, release->fh, in->nodeid);
     if (!handle_close_directory(server->plane, server->transport, release->fh, in->nodeid)) {
         reply_error(server, in->unique, 0);
         return;

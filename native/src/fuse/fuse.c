@@ -8,6 +8,7 @@ int fuse_create(struct kvfs_plane *plane) {
     pthread_mutex_init(&fuse->transports_lock, NULL);
     pthread_mutex_init(&fuse->notifier.lock, NULL);
     pthread_cond_init(&fuse->notifier.more, NULL);
+    listings_init(&fuse->listings);
     return mux_init(plane);
 }
 
@@ -29,6 +30,7 @@ void fuse_free(struct kvfs_plane *plane) {
         if (plane->fuse->transports[i])
             transport_free(plane->fuse->transports[i]);
     mux_free(plane);
+    listings_free(&plane->fuse->listings);
     free(plane->fuse);
 }
 

@@ -159,11 +159,9 @@ struct mux {
     atomic_uint live_count;
     atomic_uint session_count; /* pending requests that the session will answer: all but calls */
     atomic_bool calls_open;
-    pthread_mutex_t receiving; /* one leader at a time: reply, strip */
+    pthread_mutex_t receiving; /* one leader at a time: reply, written */
     uint8_t *reply;
-    uint8_t *strip;
-    uint64_t listed_since_ns;
-    uint32_t listed; /* inodes that listings made since then */
+    struct fuse_write_out written;
 };
 int mux_init(struct kvfs_plane *plane);
 void mux_free(struct kvfs_plane *plane);
@@ -174,6 +172,9 @@ void mux_sync_written(struct request *request, int64_t result);
 /* The request in server->head, a CREATE, UNLINK, RENAME or FLUSH, was done here: answer it. */
 void mux_answer_created(struct server *server, uint32_t flags, const struct kvfs_record *record);
 void mux_answer_done(struct server *server);
+/* The READDIR or READDIRPLUS in server->head, `in`. */
+struct pending mux_list(struct server *server, const struct fuse_in_header *in);
+void mux_answer_listing(struct server *server, struct pending *p, void *body, uint32_t size);
 bool mux_is_open(struct kvfs_plane *plane); /* CREATE, UNLINK, RENAME and FLUSH may be answered */
 /* The FLUSH in server->head is a seal; whoever seals answers it. */
 void mux_flush_file(struct server *server);
@@ -187,6 +188,27 @@ void mux_close(struct kvfs_plane *plane);
 /* The session has ended. Hosts get EIO for requests that it has not answered, and new requests are refused. A guest's relay asks the next daemon, and so
  * does the kernel of a mount that is held. */
 void mux_end(struct kvfs_plane *plane);
+
+/* ---- listing.c ---- */
+
+#define LISTING_PAGES 64u
+struct listing_page;
+struct listings {
+    pthread_mutex_t lock;
+    struct listing_page *pages[LISTING_PAGES]; /* NULL: none, or a thread has it */
+    uint64_t clock, since_ns;
+    uint32_t inodes; /* that listings made since then */
+};
+void listings_init(struct listings *listings);
+void listings_free(struct listings *listings);
+void listings_forget(struct kvfs_plane *plane, const struct transport *transport); /* its handles are gone */
+void listing_end(struct kvfs_plane *plane, const struct transport *transport, uint64_t fh, uint64_t directory);
+/* The answer to a listing by the names that are here, in memory that free() frees. *size < 0: names are to be brought. */
+uint8_t *listing_here(struct kvfs_plane *plane, const struct pending *p, int64_t *size);
+/* The answer by names that were brought. *size is -EAGAIN: all of them are gone, and those behind are needed. */
+uint8_t *listing_bring(struct kvfs_plane *plane, const struct pending *p, const struct kvfs_listed *names, int64_t *size);
+/* Fill in which names a call asks for. */
+void listing_ask(struct kvfs_plane *plane, const struct pending *p, struct kvfs_call *call);
 
 /* ---- once.c: requests that are not done again when a kernel sends them to a later daemon ---- */
 
@@ -220,6 +242,7 @@ void notifier_stop(struct kvfs_plane *plane);
 
 struct fuse {
     struct mux mux;
+    struct listings listings;
     struct notifier notifier;
     struct worker_pool slow; /* requests that wait for a device */
     pthread_mutex_t transports_lock;

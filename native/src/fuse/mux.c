@@ -18,13 +18,6 @@
 #define QUEUE_MAX 4096u
 #define REPLY_MAX (256u * 1024)
 #define READDIR_MAX (128u * 1024)
-/* Inodes that listings make in a kernel, 1.1 KB each with their names: 70 MB by one listing, 290 MB a minute by all. */
-#define LISTED_MAX 65536u
-#define LISTED_PERIOD_MAX 262144u
-#define LISTED_PERIOD_NS 60000000000ull
-/* A kernel may enter a listing after it has heard of evictions that are newer than the listing. So listed entries hold for a moment only: enough for
- * a caller that asks for each entry as it is listed. */
-#define LISTED_S 1u
 /* A kernel checks the mode of a file that it has just created, and would ask for it. The kernel counts the size itself. */
 #define CREATED_NS 100000000u
 #define FSYNC_DATA 1u /* FUSE_FSYNC_FDATASYNC; older headers lack it */
@@ -36,8 +29,7 @@ int mux_init(struct kvfs_plane *plane) {
     mux->fd = -1;
     mux->entries = calloc(PENDING_MAX, sizeof(*mux->entries));
     mux->reply = malloc(REPLY_MAX);
-    mux->strip = malloc(REPLY_MAX);
-    if (!mux->entries || !mux->reply || !mux->strip)
+    if (!mux->entries || !mux->reply)
         return -ENOMEM;
     for (uint32_t i = PENDING_MAX; i-- > 0;) {
         mux->entries[i].index = i;
@@ -57,7 +49,6 @@ void mux_free(struct kvfs_plane *plane) {
     }
     free(mux->entries);
     free(mux->reply);
-    free(mux->strip);
 }
 
 void mux_close(struct kvfs_plane *plane) {
@@ -191,12 +182,38 @@ static void pending_release(struct mux *mux, struct pending *p) {
     mux->session_count -= !p->call;
 }
 
+static struct pending pending_here(struct server *server, uint32_t flags) {
+    const struct fuse_in_header *in = (struct fuse_in_header *)(void *)server->head;
+    return (struct pending){.transport = server->transport,
+                            .server = server,
+                            .unique = in->unique,
+                            .node = in->nodeid,
+                            .opcode = in->opcode,
+                            .flags = flags,
+                            .user = user_id(server->transport, in),
+                            .pid = in->pid,
+                            .kernel_number = atomic_load(&server->transport->kernel_number)};
+}
+
+static bool is_list(uint32_t opcode) { return opcode == FUSE_READDIR || opcode == FUSE_READDIRPLUS; }
+
+struct pending mux_list(struct server *server, const struct fuse_in_header *in) {
+    struct fuse_read_in read;
+    memcpy(&read, in + 1, sizeof(read));
+    struct pending p = pending_here(server, 0);
+    p.offset = read.offset;
+    p.fh = read.fh;
+    p.size = read.size;
+    return p;
+}
+
 /* Makes a call of a request. NULL: no memory, or the request goes by the session. `*is`: whether it is a call. Names have been checked. */
 static struct call *call_make(struct mux *mux, const struct fuse_in_header *in, bool *is) {
     const uint8_t *body = (const uint8_t *)(in + 1);
     const char *name = (const char *)body;
-    *is = atomic_load(&mux->calls_open) && (in->opcode == FUSE_CREATE || in->opcode == FUSE_UNLINK || in->opcode == FUSE_RENAME ||
-                                            in->opcode == FUSE_RENAME2 || in->opcode == FUSE_FLUSH);
+    *is = is_list(in->opcode) ||
+          (atomic_load(&mux->calls_open) && (in->opcode == FUSE_CREATE || in->opcode == FUSE_UNLINK || in->opcode == FUSE_RENAME ||
+                                             in->opcode == FUSE_RENAME2 || in->opcode == FUSE_FLUSH));
     struct call *call = *is ? malloc(sizeof(*call)) : NULL;
     if (!call)
         return NULL;
@@ -225,7 +242,7 @@ static struct call *call_make(struct mux *mux, const struct fuse_in_header *in, 
         c->opcode = FUSE_RENAME;
         name += sizeof(rename);
     }
-    if (in->opcode != FUSE_FLUSH) {
+    if (in->opcode != FUSE_FLUSH && !is_list(in->opcode)) {
         c->name_size = (uint16_t)strlen(name);
         memcpy(c->name, name, c->name_size);
         name += c->name_size + 1;
@@ -246,6 +263,11 @@ static void forward(struct server *server, struct fuse_in_header *in, uint64_t a
     const uint32_t user = user_id(server->transport, in);
     bool is_call, first = false;
     struct call *call = call_make(mux, in, &is_call);
+    struct pending listed = {.transport = NULL};
+    if (call && is_list(in->opcode)) {
+        listed = mux_list(server, in);
+        listing_ask(plane, &listed, &call->body);
+    }
     COUNT(plane, forwarded, held ? 0 : 1);
     pthread_mutex_lock(&mux->lock);
     struct pending *p = mux->free;
@@ -274,14 +296,9 @@ static void forward(struct server *server, struct fuse_in_header *in, uint64_t a
                               .call = is_call,
                               .kernel_number = atomic_load(&server->transport->kernel_number)};
         atomic_fetch_add(&server->transport->forwarded, 1);
-        if (in->opcode == FUSE_READDIR || in->opcode == FUSE_READDIRPLUS) {
-            struct fuse_read_in *read = (struct fuse_read_in *)(void *)(in + 1);
-            p->size = read->size;
-            p->fh = read->fh;
-            read->fh = in->nodeid;
-            read->size = (uint32_t)min_u64(READDIR_MAX, in->opcode == FUSE_READDIR ? read->size * 2ull : read->size);
-            in->opcode = FUSE_READDIRPLUS;
-            read->offset = read->offset > 2 ? read->offset - 2 : 0; /* "." and ".." are ours */
+        if (is_list(in->opcode)) {
+            p->size = listed.size;
+            p->fh = listed.fh;
         }
         if (in->opcode == FUSE_SETXATTR)
             in->uid = user; /* the one that a pin or a slab is charged to */
@@ -533,86 +550,6 @@ static void entry_patch(struct kvfs_plane *plane, struct transport *transport, s
         entry_timeouts(transport, &out->attr, staged, out);
 }
 
-/* Finds a listed name in the table. False: the table cannot say, or another block has the name by now. This is no use of the block. */
-static bool listed_entry(struct kvfs_plane *plane, struct transport *transport, uint64_t parent, const struct fuse_dirent *dirent, const char *name,
-                         struct fuse_entry_out *out) {
-    struct kvfs_record record;
-    if (kvfs_table_find_name(plane->table, parent, name, dirent->namelen, &record) < 0 || record.inode != dirent->ino ||
-        record.flags & KVFS_INODE_ASK)
-        return false;
-    out->nodeid = record.inode;
-    fill_attr(plane, &record, &out->attr);
-    bool staged = S_ISREG(record.mode) && overlay_attr(plane, record.inode, &out->attr);
-    entry_timeouts(transport, &out->attr, staged || !(record.flags & KVFS_INODE_SEALED), out);
-    out->entry_valid = min_u64(out->entry_valid, LISTED_S);
-    out->attr_valid = min_u64(out->attr_valid, LISTED_S);
-    return true;
-}
-
-/* Append an entry to a listing of `room` bytes; entry: of READDIRPLUS, else NULL. False: it does not fit. */
-static bool entry_put(uint8_t *out, uint32_t *used, uint32_t room, const struct fuse_entry_out *entry, const struct fuse_dirent *dirent,
-                      const char *name) {
-    uint32_t head = entry ? sizeof(*entry) : 0, fixed = head + (uint32_t)offsetof(struct fuse_dirent, name);
-    uint32_t need = (uint32_t)round_up(fixed + dirent->namelen, 8);
-    if (*used + need > room)
-        return false;
-    uint8_t *at = out + *used;
-    memset(at, 0, need);
-    if (entry)
-        memcpy(at, entry, head);
-    memcpy(at + head, dirent, offsetof(struct fuse_dirent, name));
-    memcpy(at + fixed, name, dirent->namelen);
-    *used += need;
-    return true;
-}
-
-/* A listing. Python gives the names; "." and ".." are added here. READDIR has names alone. READDIRPLUS adds attributes from the block table, and an
- * inode in the kernel. There are at most LISTED_MAX such inodes in a listing, and LISTED_PERIOD_MAX in LISTED_PERIOD_NS. Beyond that the node id is
- * 0, and the kernel makes no inode. */
-static uint32_t listing_make(struct kvfs_plane *plane, const struct pending *p, const uint8_t *data, uint32_t size, uint8_t *out) {
-    struct mux *mux = &plane->fuse->mux;
-    bool plus = p->opcode == FUSE_READDIRPLUS;
-    uint32_t used = 0, room = p->size < REPLY_MAX - 4096 ? p->size : REPLY_MAX - 4096, inodes = 0, inodes_max = 0;
-    if (plus) {
-        uint64_t now = now_ns();
-        if (now - mux->listed_since_ns > LISTED_PERIOD_NS)
-            mux->listed_since_ns = now, mux->listed = 0;
-        inodes_max = LISTED_PERIOD_MAX - mux->listed;
-        uint32_t before = handle_listed(plane, p->transport, p->fh, p->node, 0);
-        inodes_max = (uint32_t)min_u64(inodes_max, before < LISTED_MAX ? LISTED_MAX - before : 0);
-    }
-    for (uint64_t dot = p->offset; dot < 2; dot++) {
-        struct kvfs_record record;
-        uint64_t inode = p->node;
-        if (dot == 1 && kvfs_table_find_inode(plane->table, p->node, &record) == 0 && record.parent)
-            inode = record.parent;
-        struct fuse_entry_out none = {0};
-        struct fuse_dirent dirent = {.ino = inode, .off = dot + 1, .namelen = (uint32_t)dot + 1, .type = 4};
-        if (!entry_put(out, &used, room, plus ? &none : NULL, &dirent, ".."))
-            return used;
-    }
-    for (uint32_t at = 0; at + sizeof(struct fuse_direntplus) <= size;) {
-        struct fuse_direntplus from;
-        memcpy(&from, data + at, sizeof(from));
-        uint32_t fixed = (uint32_t)(offsetof(struct fuse_direntplus, dirent) + offsetof(struct fuse_dirent, name));
-        if (from.dirent.namelen > KVFS_NAME_MAX || at + fixed + from.dirent.namelen > size)
-            break;
-        const char *name = (const char *)data + at + fixed;
-        struct fuse_entry_out entry = {0};
-        bool found = inodes < inodes_max && listed_entry(plane, p->transport, p->node, &from.dirent, name, &entry);
-        from.dirent.off += 2;
-        if (!entry_put(out, &used, room, plus ? &entry : NULL, &from.dirent, name))
-            break;
-        inodes += found;
-        at += (uint32_t)round_up(fixed + from.dirent.namelen, 8);
-    }
-    assert(used <= room);
-    mux->listed += inodes;
-    if (inodes)
-        handle_listed(plane, p->transport, p->fh, p->node, inodes);
-    return used;
-}
-
 void mux_release_directory(struct kvfs_plane *plane, uint64_t inode) {
     struct {
         struct fuse_in_header head;
@@ -698,16 +635,11 @@ static int reply_patch(struct kvfs_plane *plane, struct pending *p, uint8_t **bo
         if (p->offset) { /* mux_sync_written(): the WRITE is answered */
             if (!p->timed_out)
                 write_count(plane, (uint32_t)p->offset, p->arrived_ns);
-            struct fuse_write_out *written = (struct fuse_write_out *)(void *)plane->fuse->mux.strip;
+            struct fuse_write_out *written = &plane->fuse->mux.written;
             *written = (struct fuse_write_out){.size = (uint32_t)p->offset};
             *body = (uint8_t *)written;
             *length = sizeof(*written);
         }
-        return 0;
-    case FUSE_READDIR:
-    case FUSE_READDIRPLUS:
-        *length = listing_make(plane, p, *body, *length, plane->fuse->mux.strip);
-        *body = plane->fuse->mux.strip;
         return 0;
     default: return 0;
     }
@@ -725,9 +657,7 @@ static int reply_make(struct kvfs_plane *plane, struct pending *p, uint8_t **bod
     return r;
 }
 
-static void answer(struct kvfs_plane *plane, struct pending *p, uint8_t *data, uint32_t size, int error) {
-    uint8_t *body = data + sizeof(struct fuse_out_header);
-    uint32_t length = size - (uint32_t)sizeof(struct fuse_out_header);
+static void answer(struct kvfs_plane *plane, struct pending *p, uint8_t *body, uint32_t length, int error) {
     int r = reply_make(plane, p, &body, &length, error);
     if (p->opcode == FUSE_LOOKUP && error == -ENOENT)
         missed_add(plane, p->offset);
@@ -749,19 +679,6 @@ static void answer_here(struct server *server, struct pending *p, void *data, ui
     once_answered(server->plane, p);
 }
 
-static struct pending pending_here(struct server *server, uint32_t flags) {
-    const struct fuse_in_header *in = (struct fuse_in_header *)(void *)server->head;
-    return (struct pending){.transport = server->transport,
-                            .server = server,
-                            .unique = in->unique,
-                            .node = in->nodeid,
-                            .opcode = in->opcode,
-                            .flags = flags,
-                            .user = user_id(server->transport, in),
-                            .pid = in->pid,
-                            .kernel_number = atomic_load(&server->transport->kernel_number)};
-}
-
 void mux_answer_created(struct server *server, uint32_t flags, const struct kvfs_record *record) {
     struct {
         struct fuse_entry_out entry;
@@ -773,6 +690,8 @@ void mux_answer_created(struct server *server, uint32_t flags, const struct kvfs
     fill_attr(server->plane, record, &reply.entry.attr);
     answer_here(server, &p, &reply, sizeof(reply));
 }
+
+void mux_answer_listing(struct server *server, struct pending *p, void *body, uint32_t size) { answer_here(server, p, body, size); }
 
 void mux_answer_done(struct server *server) {
     struct pending p = pending_here(server, 0);
@@ -816,7 +735,7 @@ static bool receive(struct kvfs_plane *plane) {
         return true;
     struct pending pending;
     if (pending_take(mux, head.unique, &pending))
-        answer(plane, &pending, mux->reply, (uint32_t)n, head.error);
+        answer(plane, &pending, mux->reply + sizeof(head), (uint32_t)(n - (ssize_t)sizeof(head)), head.error);
     return true;
 }
 
@@ -828,19 +747,45 @@ bool mux_receive(struct kvfs_plane *plane) {
     return received;
 }
 
+/* The request of a call, which stays under way. False: it has ended, or nobody waits for it. */
+static bool pending_look(struct mux *mux, uint64_t id, struct pending *out) {
+    uint32_t index = (uint32_t)id - 1;
+    if (index >= PENDING_MAX)
+        return false;
+    pthread_mutex_lock(&mux->lock);
+    *out = mux->entries[index];
+    pthread_mutex_unlock(&mux->lock);
+    return out->live && !out->timed_out && out->salt == (uint32_t)(id >> 32);
+}
+
+static int answer_names(struct kvfs_plane *plane, uint64_t id, const struct kvfs_listed *names) {
+    struct pending p;
+    if (!pending_look(&plane->fuse->mux, id, &p))
+        return 0;
+    int64_t size;
+    uint8_t *out = listing_bring(plane, &p, names, &size);
+    if (size != -EAGAIN && pending_take(&plane->fuse->mux, id, &p))
+        answer(plane, &p, out, (uint32_t)(size < 0 ? 0 : size), size < 0 ? (int)size : 0);
+    free(out);
+    return size == -EAGAIN ? -EAGAIN : 0;
+}
+
 void kvfs_calls_open(struct kvfs_plane *plane, int on) { atomic_store(&plane->fuse->mux.calls_open, on != 0); }
 
-void kvfs_answer(struct kvfs_plane *plane, uint64_t id, int error, uint64_t inode) {
+int kvfs_answer(struct kvfs_plane *plane, uint64_t id, int error, uint64_t inode, const struct kvfs_listed *names) {
     struct pending pending;
     struct {
-        struct fuse_out_header head;
         struct fuse_entry_out entry;
         struct fuse_open_out open;
     } reply;
-    uint32_t size = sizeof(reply.head);
+    uint32_t size = 0;
     /* The session has ended: hosts have their answer, guests ask the next daemon. */
-    if (plane->fuse->mux.fd < 0 || !pending_take(&plane->fuse->mux, id, &pending))
-        return;
+    if (plane->fuse->mux.fd < 0)
+        return 0;
+    if (names)
+        return answer_names(plane, id, names);
+    if (!pending_take(&plane->fuse->mux, id, &pending))
+        return 0;
     if (pending.opcode == FUSE_CREATE && error == 0) {
         struct kvfs_record record;
         memset(&reply, 0, sizeof(reply));
@@ -853,11 +798,13 @@ void kvfs_answer(struct kvfs_plane *plane, uint64_t id, int error, uint64_t inod
         }
     }
     answer(plane, &pending, (uint8_t *)&reply, size, error);
+    return 0;
 }
 
 void transport_forget(struct transport *transport) {
     atomic_fetch_add(&transport->kernel_number, 1);
     mux_transport_ended(transport->plane, transport);
+    listings_forget(transport->plane, transport);
     uint32_t from = 0;
     for (uint64_t directory; (directory = handles_drop(transport->plane, transport, &from));)
         mux_release_directory(transport->plane, directory);
