@@ -19,6 +19,7 @@ from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import trio
 import trio.testing
@@ -129,8 +130,9 @@ class Hand:
         """Open the store, work, and close it, or end as by a kill."""
         options = replace(LAZY, journal=self.journal, on_event=self._on_event)
         self.handles.clear()
-        blocks._LINGER_S = 0.0  # a replaced block lingers until settle(), however long that takes
-        trio.run(self._live, work, crash, options)
+        # A replaced block lingers until settle(), however long that takes.
+        with mock.patch.object(blocks, "_LINGER_S", 0.0):
+            trio.run(self._live, work, crash, options)
 
     async def _live(self, work: Callable[[Hand], Awaitable[None]], crash: bool, options: Any) -> None:
         with trio.fail_after(DEADLINE_S * slowness()):
