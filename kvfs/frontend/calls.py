@@ -18,10 +18,11 @@ from kvfs.errors import ExistsError, IsDirectoryError, KvfsError, NamesFullError
 from kvfs.frontend.fuse import errno_of, room_in_journal
 from kvfs.namespace.files import Namespace
 from kvfs.namespace.forgetting import NextNames
-from kvfs.plane import FUSE_FLUSH, FUSE_READDIR, FUSE_READDIRPLUS, Call, Plane
+from kvfs.plane import Plane
 from kvfs.record import Inode, Kind
 from kvfs.store.table_room import WAIT_S
 from kvfs.types import InodeNumber
+from kvfs.upcalls import FUSE_FLUSH, FUSE_READDIR, FUSE_READDIRPLUS, Call
 
 # linux/fuse.h
 _UNLINK, _RENAME, _CREATE = 10, 12, 35

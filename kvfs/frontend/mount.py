@@ -87,7 +87,7 @@ def _unescape(text: str) -> str:
 def parse_mountinfo(text: str) -> list[Mount]:
     """The mounts in a mountinfo text, in order. Of several at one mount point, the last is on top."""
     mounts = []
-    for line in text.splitlines():
+    for line in text.split("\n"):  # the kernel escapes no other character that splitlines() would break at
         front, separator, back = line.partition(" - ")
         fields, rest = front.split(" "), back.split(" ")
         if not separator or len(fields) < 6 or len(rest) < 2:
@@ -105,7 +105,7 @@ def parse_mountinfo(text: str) -> list[Mount]:
 def mounts() -> list[Mount]:
     """Every mount this process sees. Raises MissingFeatureError without /proc."""
     try:
-        text = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
+        text = Path("/proc/self/mountinfo").read_bytes().decode("utf-8", "surrogateescape")
     except (FileNotFoundError, NotADirectoryError) as error:
         raise MissingFeatureError(
             "/proc is not mounted here, where kvfs finds mounts and processes: mount -t proc proc /proc"

@@ -37,7 +37,7 @@ from kvfs.record import (
     Kind,
     segments_of,
 )
-from kvfs.types import ROOT_INODE, InodeNumber, SegmentIndex
+from kvfs.types import NAME_MAX, ROOT_INODE, InodeNumber, SegmentIndex
 from kvfs.units import told_size
 
 log = logging.getLogger(__name__)
@@ -325,7 +325,8 @@ class LmdbIndex:
     def _list_stored(self, parent: int, after: bytes, limit: int) -> Dentries:
         """At most `limit` of LMDB's names greater than `after`. No more is read behind a directory than it has."""
         found: list[tuple[bytes, int]] = []
-        cursor, behind, size = self._read.cursor(self._names_db), _U64.pack(parent + 1), _STORED_FIRST
+        cursor, size = self._read.cursor(self._names_db), _STORED_FIRST
+        behind = _U64.pack(parent) + b"\xff" * (NAME_MAX + 1)  # above each name
         if not cursor.set_range(_U64.pack(parent) + after + b"\0"):
             return []
         items = cast(Iterator[tuple[bytes, bytes]], cursor.iternext())

@@ -181,8 +181,8 @@ int kvfs_take_completions(struct kvfs_plane *plane, struct kvfs_completion *out,
 
 /* Makes the socketpair and returns the end for pyfuse3 ("/dev/fd/N"), the caller's to close. INIT towards the session is sent at once. */
 int kvfs_session_open(struct kvfs_plane *plane);
-/* CREATE, UNLINK, RENAME and FLUSH, which come with every stored block: handed over as they are, many at once, rather than by the session.
- * They come from kvfs_calls_open() on. The deadline is that of all requests. */
+/* CREATE, UNLINK, RENAME and FLUSH, which come with every stored block, and listings: handed over as they are, many at once, not by the session.
+ * Listings always come so, the others from kvfs_calls_open() on. The deadline is that of all requests. */
 struct kvfs_call {
     uint64_t id;         /* for the answer */
     uint64_t inode;      /* the directory; FLUSH: the file */

@@ -355,7 +355,7 @@ static void test_listings(void) {
     CHECK(e.entry_out.generation == 0 && e.entry_out.entry_valid == 1 && e.entry_out.attr_valid == 1);
     e = next_listed(&at, "listed-written");
     CHECK(e.entry_out.nodeid == written && e.entry_out.attr.size == 777 && e.entry_out.entry_valid == 1 && e.entry_out.attr_valid == 0);
-    CHECK(e.dirent.ino == written && e.dirent.off == written + 2 && e.dirent.type == 8 && at == begin + size);
+    CHECK(e.dirent.ino == written && e.dirent.off == written + 1 + 2 && e.dirent.type == 8 && at == begin + size);
     CHECK(use_of(sealed) == use); /* seen is not used */
     list(FUSE_READDIR, directory, 0, entries, 3, &size);
     CHECK(size == 2 * 32 + 2 * 40);
@@ -440,6 +440,14 @@ static void test_pages_of_names_answer_listings(void) {
     CHECK(call.name_size == 0 && list_answer(call.id, entries + 8, 4, 1) == 0 && answer(NULL, &size) == 0 && size == 128);
     call = list_call(FUSE_READDIR, directory, 0, 320);
     CHECK(list_answer(call.id, entries, 4, 1) == 0 && answer(NULL, &size) == 0 && size == 64 + 128);
+    /* Names that come after the deadline, whose error the kernel has: nothing is left of the request. */
+    struct kvfs_statistics now;
+    call = list_call(FUSE_READDIR, directory, 0, 320);
+    CHECK(answer(NULL, NULL) == -EIO && list_answer(call.id, entries, 4, 1) == 0);
+    kvfs_statistics_get(plane, &now);
+    CHECK(now.forwarded_in_flight == 0);
+    call = list_call(FUSE_READDIR, directory, 0, 320);
+    CHECK(list_answer(call.id, entries, 4, 1) == 0 && answer(NULL, &size) == 0 && size == 64 + 128);
     /* A page is used for a second. */
     offset = entries[1].inode + 2;
     CHECK(list_here(directory, &offset, 320) == 2);
@@ -463,8 +471,19 @@ static void test_pages_of_names_answer_listings(void) {
     CHECK(list_answer(call.id, entries + 1, 3, 1) == 0 && answer(NULL, &size) == 0 && size == 96);
     for (uint32_t i = 0; i < 70; i++)
         close_directory(many[i]);
+    /* A block takes the name of another one that was not listed yet: no two entries have one offset, and none is listed twice. */
+    directory = open_directory();
+    call = list_call(FUSE_READDIR, directory, 0, 320);
+    CHECK(list_answer(call.id, entries, 8, 1) == 0 && answer(NULL, &size) == 0 && size == 320);
+    uint8_t record[1024];
+    make_record(record, entries[0].inode, names[2], 0, 0, 1, 1);
+    CHECK(kvfs_name_put(plane, record, entries[2].inode) == 0);
+    offset = entries[1].inode + 2;
+    CHECK(list_here(directory, &offset, 32) == 1 && offset == entries[2].inode + 2);
+    CHECK(list_here(directory, &offset, 32) == 1 && offset == entries[3].inode + 2);
+    close_directory(directory);
     for (uint32_t i = 0; i < COUNT; i++)
-        if (i != 31 && i != 33)
+        if (i != 2 && i != 31 && i != 33)
             CHECK(kvfs_inode_remove(plane, entries[i].inode) == 0);
     printf("ok pages of names answer listings\n");
 }

@@ -34,11 +34,12 @@ from kvfs.frontend.fuse import Session
 from kvfs.lent import Part
 from kvfs.names import Leave
 from kvfs.namespace.files import Namespace
-from kvfs.plane import Call, EventType
+from kvfs.plane import EventType
 from kvfs.record import Inode
 from kvfs.store import blocks
 from kvfs.store.store import Store
 from kvfs.types import ROOT_INODE, InodeNumber
+from kvfs.upcalls import Call
 
 IN, OUT = struct.Struct("<IIQQIIIHH"), struct.Struct("<IiQ")
 ATTR = struct.Struct("<QQQQQQIIIIIIIIII")

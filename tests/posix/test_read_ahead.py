@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from helpers import MIB, Pool, assert_same, content, in_child, mount_device, run, wait_until, write_file
 
+from kvfs.daemon.host import fuse_pages
+
 SIZE = 2 * MIB
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root sets the kernel's read-ahead")
 
@@ -56,7 +58,7 @@ def test_a_mount_reads_2_mib_ahead_and_status_says_so(pool: Pool) -> None:
 
 
 def test_a_block_of_2_mib_is_one_read_by_read_and_by_a_mapping(pool: Pool) -> None:
-    largest = int(pathlib.Path("/proc/sys/fs/fuse/max_pages_limit").read_text()) * 4096
+    largest = fuse_pages() * 4096
     expected = -(-SIZE // min(largest, 4 * MIB))
     path = stored(pool, "read")
 

@@ -16,9 +16,10 @@ from test_namespace import StoreDouble
 from kvfs import errors
 from kvfs.frontend.calls import Calls
 from kvfs.namespace.files import Namespace
-from kvfs.plane import Call, Plane
+from kvfs.plane import Plane
 from kvfs.record import Kind
 from kvfs.types import ROOT_INODE, InodeNumber
+from kvfs.upcalls import Call
 
 UNLINK, RENAME, FLUSH, READDIR, CREATE = 10, 12, 25, 28, 35
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL

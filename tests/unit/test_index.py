@@ -228,6 +228,14 @@ def test_records_are_concatenated(index: LmdbIndex) -> None:
     )
 
 
+def test_no_number_of_a_directory_is_too_large_to_list(index: LmdbIndex) -> None:
+    """A guest may ask for any."""
+    index.put(block(11, b"b"), None)
+    index.commit_now()
+    assert index.list(InodeNumber(1), b"", 9) == [(b"b", 11)]
+    assert index.list(InodeNumber(0), b"", 9) == index.list(InodeNumber(2**64 - 1), b"", 9) == []
+
+
 def test_an_index_that_is_no_index_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "index").mkdir()
     (tmp_path / "index" / "data.mdb").write_bytes(b"not a database" * 1000)

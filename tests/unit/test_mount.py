@@ -29,6 +29,14 @@ def test_mountinfo_is_read_with_its_escapes() -> None:
     assert found[3].device == "0:52"
 
 
+@pytest.mark.parametrize("odd", ["\r", "\v", "\f", "\x1c", "\x85", "\u2028"])
+def test_a_mount_point_may_have_what_other_texts_end_lines_by(odd: str) -> None:
+    """The kernel escapes space, tab, newline and backslash alone."""
+    assert [entry.mountpoint for entry in mount.parse_mountinfo(MOUNTINFO.replace("/mnt/a", f"/mnt/a{odd}b"))][
+        1
+    ] == f"/mnt/a{odd}b b"
+
+
 def test_the_topmost_mount_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mount, "mounts", lambda: mount.parse_mountinfo(MOUNTINFO))
     present = mount.find_mount("/mnt/x/")

@@ -186,9 +186,9 @@ static bool entry_find(struct kvfs_plane *plane, uint64_t directory, const char 
     if (r != -EAGAIN)
         return r == 0;
     r = kvfs_table_find_inode(plane->table, inode, record); /* the table cannot say by names */
-    if (r < 0 && r != -ENOENT)
+    if (r < 0 || record->parent != directory)
         *record = (struct kvfs_record){.inode = inode, .parent = directory};
-    return r != -ENOENT && record->parent == directory;
+    return true; /* nothing says that it is gone */
 }
 
 static void entry_fill(struct kvfs_plane *plane, struct transport *transport, const struct kvfs_record *record, struct fuse_entry_out *out) {
@@ -210,11 +210,11 @@ static void put_names(struct kvfs_plane *plane, struct reply *reply, struct list
         bool known;
         if (!entry_find(plane, page->directory, name, size, page->inodes[i], &record, &known))
             continue;
-        page->inodes[i] = record.inode; /* by its number the page is found again */
         bool makes = known && reply->inodes < reply->inodes_max;
         if (makes)
             entry_fill(plane, reply->pending->transport, &record, &entry);
-        struct fuse_dirent dirent = {.ino = record.inode, .off = record.inode + DOTS, .namelen = size, .type = (record.mode & S_IFMT) >> 12};
+        /* As it was brought: no two entries of a page have one offset, and Python knows the name of each. */
+        struct fuse_dirent dirent = {.ino = record.inode, .off = page->inodes[i] + DOTS, .namelen = size, .type = (record.mode & S_IFMT) >> 12};
         reply_put(reply, &entry, &dirent, name);
         if (reply->full)
             break;

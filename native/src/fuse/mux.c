@@ -760,10 +760,10 @@ static bool pending_look(struct mux *mux, uint64_t id, struct pending *out) {
 
 static int answer_names(struct kvfs_plane *plane, uint64_t id, const struct kvfs_listed *names) {
     struct pending p;
-    if (!pending_look(&plane->fuse->mux, id, &p))
-        return 0;
-    int64_t size;
-    uint8_t *out = listing_bring(plane, &p, names, &size);
+    int64_t size = -EIO;
+    uint8_t *out = NULL;
+    if (pending_look(&plane->fuse->mux, id, &p)) /* else the kernel has an answer or has gone, and the request ends here */
+        out = listing_bring(plane, &p, names, &size);
     if (size != -EAGAIN && pending_take(&plane->fuse->mux, id, &p))
         answer(plane, &p, out, (uint32_t)(size < 0 ? 0 : size), size < 0 ? (int)size : 0);
     free(out);
