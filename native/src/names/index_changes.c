@@ -80,22 +80,11 @@ static bool member_segment(const struct kvfs_inode_record *record, uint32_t i, u
     return true;
 }
 
-static bool is_member(const struct kvfs_inode_record *record, uint32_t segment, uint32_t before) {
-    uint32_t other;
-    for (uint32_t i = 0; i < before && member_segment(record, i, &other); i++)
-        if (other == segment)
-            return true;
-    return false;
-}
-
-/* A key for each segment in which `record` has a part and `without` has none. */
-static void append_members(struct packing *packing, enum kvfs_index_list which, const struct kvfs_inode_record *record,
-                           const struct kvfs_inode_record *without) {
+/* A key for each segment in which the record has a part; some come twice. */
+static void append_members(struct packing *packing, enum kvfs_index_list which, const struct kvfs_inode_record *record) {
     uint32_t segment;
     for (uint32_t i = 0; member_segment(record, i, &segment); i++) {
         uint8_t key[12];
-        if (is_member(record, segment, i) || is_member(without, segment, UINT32_MAX))
-            continue;
         put_big_endian(key, segment, 4);
         put_big_endian(key + 4, record->inode, 8);
         append(packing, which, key, sizeof(key), NULL, 0);
@@ -153,44 +142,58 @@ static const struct kvfs_inode_record *stored_find(const struct stored *stored, 
 
 /* ---- a commit ---- */
 
-/* A key that the index had and has not any more, or that it has now: equal ones are neither. */
-static void append_one(struct packing *packing, enum kvfs_index_list put, enum kvfs_index_list drop, const uint8_t *old, uint32_t old_size,
-                       const uint8_t *now, uint32_t now_size, const void *value, uint64_t value_size) {
-    bool same = old_size == now_size && memcmp(old, now, now_size) == 0;
-    if (old_size && !same)
-        append(packing, drop, old, old_size, value, value_size);
-    if (now_size)
-        append(packing, put, now, now_size, value, value_size);
-}
-
+/* All keys of the old record and of the new one: those that both have are taken out of the first later. */
 static void pack_one(struct packing *packing, const struct kvfs_change *change, const struct kvfs_inode_record *old) {
     const struct kvfs_inode_record *now = change->record_size ? (const void *)(change + 1) : NULL;
-    uint8_t inode[8], had[1 + KVFS_NAME_MAX + 8], has[1 + KVFS_NAME_MAX + 8];
-    put_big_endian(inode, change->inode, sizeof(inode));
-    if (now)
-        append(packing, KVFS_INDEX_PUT_INODES, inode, sizeof(inode), now, now->record_size);
-    else if (old)
-        append(packing, KVFS_INDEX_DROP_INODES, inode, sizeof(inode), NULL, 0);
-    uint32_t had_size = dentry_key(old, had), has_size = dentry_key(now, has);
-    append_one(packing, KVFS_INDEX_PUT_NAMES, KVFS_INDEX_DROP_NAMES, had, had_size, has, has_size, &change->inode, sizeof(change->inode));
-    append_members(packing, KVFS_INDEX_DROP_MEMBERS, old, now);
-    append_members(packing, KVFS_INDEX_PUT_MEMBERS, now, NULL);
-    had_size = group_key(old, had);
-    has_size = group_key(now, has);
-    append_one(packing, KVFS_INDEX_PUT_GROUPS, KVFS_INDEX_DROP_GROUPS, had, had_size, has, has_size, NULL, 0);
+    for (uint32_t dropped = 0; dropped < 2; dropped++) {
+        const struct kvfs_inode_record *record = dropped ? old : now;
+        const uint32_t lists = dropped ? KVFS_INDEX_DROP_INODES : KVFS_INDEX_PUT_INODES;
+        uint8_t key[1 + KVFS_NAME_MAX + 8];
+        if (!record)
+            continue;
+        put_big_endian(key, record->inode, 8);
+        append(packing, lists + KVFS_INDEX_PUT_INODES, key, 8, record, dropped ? 0 : record->record_size);
+        uint32_t size = dentry_key(record, key);
+        if (size)
+            append(packing, lists + KVFS_INDEX_PUT_NAMES, key, size, &record->inode, sizeof(record->inode));
+        append_members(packing, lists + KVFS_INDEX_PUT_MEMBERS, record);
+        size = group_key(record, key);
+        if (size)
+            append(packing, lists + KVFS_INDEX_PUT_GROUPS, key, size, NULL, 0);
+    }
 }
 
-static int item_compare(const void *a, const void *b, void *bytes) {
-    const struct item *x = a, *y = b;
+/* As LMDB orders keys. */
+static int key_order(const struct list *a, const struct item *x, const struct list *b, const struct item *y) {
     uint32_t size = x->key_size < y->key_size ? x->key_size : y->key_size;
-    int order = memcmp((const uint8_t *)bytes + x->at, (const uint8_t *)bytes + y->at, size);
+    int order = memcmp(a->bytes + x->at, b->bytes + y->at, size);
     return order ? order : (x->key_size > y->key_size) - (x->key_size < y->key_size);
+}
+
+static int item_compare(const void *a, const void *b, void *list) { return key_order(list, a, list, b); }
+
+/* Sort the list, and leave out keys that `other`, sorted, has too, and those that come again. */
+static void list_sort(struct list *list, const struct list *other) {
+    uint64_t kept = 0, o = 0;
+    if (list->count)
+        qsort_r(list->items, list->count, sizeof(*list->items), item_compare, list);
+    for (uint64_t i = 0; i < list->count; i++) {
+        const struct item *item = &list->items[i];
+        while (other && o < other->count && key_order(other, &other->items[o], list, item) < 0)
+            o++;
+        bool there = other && o < other->count && key_order(other, &other->items[o], list, item) == 0;
+        bool again = kept && key_order(list, &list->items[kept - 1], list, item) == 0;
+        if (!there && !again)
+            list->items[kept++] = *item;
+    }
+    list->count = kept;
 }
 
 /* One block of memory: the struct, the bounds of each list, the bytes. */
 static struct kvfs_index_changes *sorted(struct packing *packing) {
     uint64_t bounds = 0, size = 0;
     for (uint32_t i = 0; i < KVFS_INDEX_LISTS; i++) {
+        list_sort(&packing->lists[i], i < KVFS_INDEX_DROP_INODES ? NULL : &packing->lists[i - KVFS_INDEX_DROP_INODES]);
         bounds += 2 * packing->lists[i].count + 1;
         size += packing->lists[i].size;
     }
@@ -199,11 +202,9 @@ static struct kvfs_index_changes *sorted(struct packing *packing) {
         return NULL;
     uint64_t *bound = (uint64_t *)(void *)(changes + 1), at = 0;
     uint8_t *to = (uint8_t *)(bound + bounds);
-    *changes = (struct kvfs_index_changes){.bytes = to, .size = size};
+    *changes = (struct kvfs_index_changes){.bytes = to};
     for (uint32_t i = 0; i < KVFS_INDEX_LISTS; i++) {
-        struct list *list = &packing->lists[i];
-        if (list->count)
-            qsort_r(list->items, list->count, sizeof(*list->items), item_compare, list->bytes);
+        const struct list *list = &packing->lists[i];
         changes->lists[i].bounds = bound;
         changes->lists[i].count = list->count;
         for (uint64_t k = 0; k < list->count; k++) {
@@ -215,7 +216,8 @@ static struct kvfs_index_changes *sorted(struct packing *packing) {
         }
         *bound++ = at;
     }
-    assert(at == size && (uint8_t *)bound == changes->bytes);
+    assert(at <= size && (uint8_t *)bound == changes->bytes);
+    changes->size = at;
     return changes;
 }
 
