@@ -46,6 +46,9 @@ class ForeignLabelError(PoolError):
 class OtherVersionError(PoolError):
     """A kvfs of another version of the format wrote it, older or newer."""
 
+    # False: its checksum is wrong, as this version computes it. So it may be damage.
+    proven = True
+
 
 class FormatError(KvfsError):
     """Bytes on a device or in the index are not what their format says."""

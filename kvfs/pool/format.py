@@ -143,9 +143,11 @@ def unpack_label(data: bytes, where: str, oldest: int = FORMAT_VERSION) -> Label
     ) = _LABEL.unpack_from(data)  # fmt: skip
     actual = _sum_without_field(data[:LABEL_SIZE], 0)
     if version > FORMAT_VERSION:
-        raise OtherVersionError(
+        error = OtherVersionError(
             f"{where}: the label's format version is {version}; this kvfs knows up to {FORMAT_VERSION}"
         )
+        error.proven = actual == checksum
+        raise error
     if actual != checksum:
         raise ChecksumError(f"{where}: label checksum 0x{checksum:016x}, expected 0x{actual:016x}")
     if 0 < version < oldest:

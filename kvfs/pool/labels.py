@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
-from kvfs.errors import DeviceError, FormatError, KvfsError, PoolError
+from kvfs.errors import DeviceError, FormatError, KvfsError, OtherVersionError, PoolError
 from kvfs.pool.config import DeviceConfig, PoolConfig
 from kvfs.pool.devices import DEVICE_SIZE_MIN, Device
 from kvfs.pool.format import (
@@ -36,8 +36,13 @@ class LabelCopies:
         return max(valid, key=lambda label: label.mount_epoch, default=None)
 
     def other_version(self) -> PoolError | None:
-        """The complaint about another version of the format, if that is what one copy is."""
-        return next((copy for copy in self.copies if isinstance(copy, PoolError)), None)
+        """The complaint about another version of the format, if that is what one copy is. A version whose label has a
+        wrong checksum is damage where the other copy is valid."""
+        valid = self.best() is not None
+        for copy in self.copies:
+            if isinstance(copy, PoolError) and not (valid and isinstance(copy, OtherVersionError) and not copy.proven):
+                return copy
+        return None
 
 
 def read_labels(device: Device, size: int | None = None, oldest: int = FORMAT_VERSION) -> LabelCopies:

@@ -19,7 +19,7 @@ from store_pools import make_pool
 from kvfs.errors import InUseError, OtherVersionError, PoolError
 from kvfs.pool import owner
 from kvfs.pool.config import CONFIG_NAME, PoolConfig, load
-from kvfs.pool.format import BEAT_OFFSET, pack_beat, pack_label, unpack_label
+from kvfs.pool.format import BEAT_OFFSET, FORMAT_VERSION, pack_beat, pack_label, unpack_label
 from kvfs.pool.geometry import LABEL_SIZE
 from kvfs.pool.lock import INDEX_NAME, locked
 from kvfs.pool.making import FormatRequest, format_devices, import_pool
@@ -101,6 +101,32 @@ def test_one_copy_of_format_1_stops_everything(tmp_path: Path, copy: int) -> Non
     pool = make_pool(tmp_path / "pool")
     make_older(pool, (copy,))
     refused(pool, f"devices/0: {('first', 'second')[copy]} label: {SAYS}")
+
+
+@pytest.mark.parametrize("copy", [0, 1])
+@pytest.mark.parametrize("bit", range(32))
+def test_a_bit_that_flips_in_the_version_of_one_copy_is_damage(tmp_path: Path, copy: int, bit: int) -> None:
+    """A pool whose other copies are right was refused as one of "format version 8194"."""
+    pool = make_pool(tmp_path / "pool")
+    config = load(pool)
+    assert config is not None
+    device = config.devices[0]
+    version = FORMAT_VERSION ^ 1 << bit
+    patch(pool / device.path, copy * (device.size - LABEL_SIZE) + 8, version.to_bytes(4, "little"))
+    with locked(pool):
+        opened = open_pool(pool)
+        opened.close()
+    assert len(opened.notes) == 1 and "the other copy is used" in opened.notes[0], opened.notes
+
+
+def test_both_copies_of_a_newer_version_are_refused_whatever_their_checksum(tmp_path: Path) -> None:
+    pool = make_pool(tmp_path / "pool")
+    config = load(pool)
+    assert config is not None
+    device = config.devices[0]
+    for copy in (0, 1):
+        patch(pool / device.path, copy * (device.size - LABEL_SIZE) + 8, (3).to_bytes(4, "little"))
+    refused(pool, "devices/0: first label: the label's format version is 3; this kvfs knows up to 2")
 
 
 def test_without_pool_toml_the_labels_of_format_1_say_it(older: Path) -> None:
