@@ -11,6 +11,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import xxhash
 from store_pools import make_pool
 
 from kvfs.errors import DeviceError, KvfsError, PoolError, UsageError
@@ -195,8 +196,12 @@ def test_two_damaged_labels_are_an_error(tmp_path: Path) -> None:
 
 
 def test_a_newer_label_is_an_error_even_beside_an_old_copy(tmp_path: Path) -> None:
+    """Its checksum is right: it is no damage."""
     pool = make_pool(tmp_path / "pool")
-    patch(pool / "devices/1", 8, b"\x07")
+    data = bytearray((pool / "devices/1").read_bytes()[:LABEL_SIZE])
+    data[8], data[16:24] = 7, bytes(8)
+    data[16:24] = xxhash.xxh3_64_intdigest(bytes(data)).to_bytes(8, "little")
+    patch(pool / "devices/1", 0, bytes(data))
     open_error(pool, "format version is 7")
 
 
