@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from kvfs.cli import main
 from kvfs.index.lmdb import LmdbIndex
+from kvfs.names import Names
 from kvfs.record import Inode, InodeFlags, Kind, segments_of
 from kvfs.store.store import Store
 
@@ -102,13 +103,19 @@ def different_members(store: Store, stored: dict[int, bytes]) -> list[str]:
 
 
 def lose_records() -> None:
-    written: Callable[..., None] = LmdbIndex._write_inodes
+    changes: Callable[..., Any] = Names.index_changes
 
-    def write(self: LmdbIndex, txn: Any, changes: Any) -> None:
-        kept = [change for change in changes if not change[1] or Inode.unpack(change[1]).name != LOST]
-        written(self, txn, kept)
+    def kept(begun: Any, records: Any) -> Any:
+        inodes, names, members, groups, *dropped = changes(begun, records)
+        lost = {key for key, record in inodes if Inode.unpack(record).name == LOST}
+        return [
+            [item for item in inodes if item[0] not in lost],
+            [item for item in names if item[1][::-1] not in lost],  # the inode, little-endian
+            *([item for item in items if item[0][-8:] not in lost] for items in (members, groups)),
+            *dropped,
+        ]
 
-    LmdbIndex._write_inodes = write  # type: ignore[method-assign]
+    Names.index_changes = staticmethod(kept)  # type: ignore[assignment, method-assign]
 
 
 def compare_after_commits() -> None:
