@@ -724,7 +724,7 @@ class Connection:
         return there
 
 
-_logger = logging.getLogger("kvfs.connectors")
+_logger = logging.getLogger(__name__)
 
 
 def _close(link: _Link) -> None:

@@ -31,7 +31,7 @@ except ImportError as error:
 _SCHEME = "plugin://"
 _OWN = frozenset({"module_path", "class_name", "lease_s"})
 
-_logger = logging.getLogger("kvfs.connectors.lmcache")
+_logger = logging.getLogger(__name__)
 
 
 class KvfsAdapter(ConnectorAdapter):  # type: ignore[misc]

@@ -48,7 +48,7 @@ _UCM_OPTIONS = (
     "cache_buffer_capacity_gb", "storage_backends", "store_pipeline", "io_direct", "stream_number", "timeout_ms",
 )  # fmt: skip
 
-_logger = logging.getLogger("kvfs.connectors.ucm")
+_logger = logging.getLogger(__name__)
 
 
 class Transfer(Task):  # type: ignore[misc]  # UCM has no types

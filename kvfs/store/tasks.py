@@ -10,7 +10,7 @@ import trio
 
 from kvfs.plane import Plane
 
-log = logging.getLogger("kvfs.store.pool")
+log = logging.getLogger(__name__)
 
 Arguments = TypeVarTuple("Arguments")
 
