@@ -21,12 +21,13 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, cast
 
 from kvfs.client.memory import Memory
 from kvfs.connectors import versions
-from kvfs.connectors.common import Connection, options_of
+from kvfs.connectors.common import BUSY_TIMEOUT_S, Connection, options_of
+from kvfs.errors import DeadlineError
 
 try:
     from ucm.store.pipeline.errors import StoreNotFoundError
@@ -38,6 +39,8 @@ except ImportError as error:
 LOADERS, STORERS = 4, 2
 # A task that takes longer has failed. Each of its blocks has a deadline of its own besides.
 TASK_TIMEOUT_S = 120.0
+# For the end of one that has failed so: a device that still writes into memory is given up after BUSY_TIMEOUT_S.
+END_TIMEOUT_S = 2 * BUSY_TIMEOUT_S
 # Of so many blocks it is known which of their shards are stored; the oldest are forgotten, and stay without a mark.
 PARTS_MAX = 1 << 16
 _ID_MAX = 240
@@ -48,14 +51,16 @@ _UCM_OPTIONS = (
     "cache_buffer_capacity_gb", "storage_backends", "store_pipeline", "io_direct", "stream_number", "timeout_ms",
 )  # fmt: skip
 
-_logger = logging.getLogger(__name__)
+_logger = logging.getLogger("kvfs.connectors.ucm")
 
 
 class Transfer(Task):  # type: ignore[misc]  # UCM has no types
     """A load or a store under way. UCM may wait for it once, and check it as often as it likes."""
 
-    def __init__(self, future: Future[None]) -> None:
+    def __init__(self, future: Future[None], given_up: threading.Event | None = None) -> None:
         self.future = future
+        # Nobody waits any more, and its memory may hold anything.
+        self.given_up = given_up or threading.Event()
 
 
 class _OnGpu:
@@ -136,8 +141,23 @@ class KvfsStore(UcmKVStoreBaseV1):  # type: ignore[misc]
         return self._dump(block_ids, shard_index, self._rows(src_addr), int(prerequisite_handle))
 
     def wait(self, task: Transfer) -> None:
-        """Raises StoreNotFoundError for a block that is not there, or not as it was stored: UCM computes it again."""
-        task.future.result(TASK_TIMEOUT_S)
+        """Raises StoreNotFoundError for a block that is not there, or not as it was stored: UCM computes it again.
+
+        The task's memory is its owner's again with the answer. So a task that takes too long does not begin any more,
+        or has ended, before DeadlineError is raised. Only after END_TIMEOUT_S more is a running one left; the error
+        says so."""
+        if not wait([task.future], TASK_TIMEOUT_S).done:
+            began = not task.future.cancel()
+            if began and not wait([task.future], END_TIMEOUT_S).done:
+                task.given_up.set()
+                raise DeadlineError(
+                    f"kvfs for ucm: a task has not ended after {TASK_TIMEOUT_S + END_TIMEOUT_S:g} s: it may still use "
+                    "its memory"
+                )
+            raise DeadlineError(
+                f"kvfs for ucm: a task {'was under way' if began else 'had not begun'} after {TASK_TIMEOUT_S:g} s"
+            )
+        task.future.result()
 
     def check(self, task: Transfer) -> bool:
         return task.future.done()
@@ -191,14 +211,24 @@ class KvfsStore(UcmKVStoreBaseV1):  # type: ignore[misc]
         self, block_ids: Sequence[bytes], shard_index: Sequence[int], rows: Sequence[list[Memory]], event: int
     ) -> Transfer:
         items, shards = self._items(block_ids, shard_index, rows), [int(shard) for shard in shard_index]
-        return Transfer(self._storing.submit(self._dump_now, list(block_ids), shards, items, event))
+        given_up = threading.Event()
+        future = self._storing.submit(self._dump_now, list(block_ids), shards, items, event, given_up)
+        return Transfer(future, given_up)
 
     def _dump_now(
-        self, blocks: Sequence[bytes], shards: Sequence[int], items: Sequence[tuple[bytes, list[Memory]]], event: int
+        self,
+        blocks: Sequence[bytes],
+        shards: Sequence[int],
+        items: Sequence[tuple[bytes, list[Memory]]],
+        event: int,
+        given_up: threading.Event,
     ) -> None:
         if event:
             _wait_event(event)
-        stored = self.connection.put(items)
+        stored = [] if given_up.is_set() else self.connection.put(items)
+        if given_up.is_set():
+            self.connection.delete([key for key, _ in items])
+            raise RuntimeError(f"kvfs for ucm: {len(blocks)} blocks were not stored: it took too long")
         if self.shards > 1:
             self._mark([(block, shard) for block, shard, there in zip(blocks, shards, stored, strict=True) if there])
         if not all(stored):

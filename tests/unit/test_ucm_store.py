@@ -8,13 +8,16 @@ from __future__ import annotations
 import ctypes
 import importlib
 import sys
+import threading
 import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+from helpers import wait_until
 
 from kvfs.connectors import common
+from kvfs.errors import DeadlineError
 
 SIZES = [64, 32]
 
@@ -156,6 +159,97 @@ def test_a_store_that_fails_is_told_and_has_no_mark(ucm: Any) -> None:
     with pytest.raises(RuntimeError, match="1 of 1 blocks were not stored"):
         made.wait(made.dump_data([b"x"], [1], [Block(1).row]))
     assert made.lookup([b"x"]) == [False]
+
+
+@pytest.fixture
+def held(ucm: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, threading.Event, list[str]]]:
+    """A store whose loads wait for the event, and say when they begin and end; a task may take no time at all."""
+    made, gate, said = store(ucm), threading.Event(), list[str]()
+    get_into = made.connection.get_into
+
+    def slow(items: Sequence[tuple[bytes, Any]]) -> list[int | None]:
+        said.append("begins")
+        assert gate.wait(60)
+        results: list[int | None] = get_into(items)
+        said.append("ends")
+        return results
+
+    made.connection.get_into = slow
+    made.wait(made.dump_data([b"x"], [0], [Block(7).row]))
+    monkeypatch.setattr(ucm, "TASK_TIMEOUT_S", 0.01)
+    yield made, gate, said
+    gate.set()
+    made.close()
+
+
+def test_a_load_that_had_not_begun_in_time_never_touches_its_memory(ucm: Any, held: Any) -> None:
+    made, gate, said = held
+    first = [made.load_data([b"x"], [0], [Block().row]) for _ in range(ucm.LOADERS)]
+    wait_until(lambda: len(said) == ucm.LOADERS, "the first ones")
+    target = Block()
+    late = made.load_data([b"x"], [0], [target.row])
+    with pytest.raises(DeadlineError, match="had not begun after"):
+        made.wait(late)
+    assert made.check(late)
+    gate.set()
+    for task in first:
+        task.future.result(60)
+    made.close()
+    assert said.count("begins") == ucm.LOADERS and target.data == bytes(sum(SIZES))
+
+
+def test_a_load_that_is_under_way_too_long_has_ended_when_it_is_told(ucm: Any, held: Any) -> None:
+    made, gate, said = held
+    target = Block()
+    task = made.load_data([b"x"], [0], [target.row])
+    wait_until(lambda: bool(said), "its begin")
+    threading.Timer(0.1, gate.set).start()
+    with pytest.raises(DeadlineError, match="was under way after"):
+        made.wait(task)
+    assert said == ["begins", "ends"] and target.data == b"\7" * sum(SIZES)
+
+
+def test_a_load_that_never_ends_is_said_to_use_its_memory(ucm: Any, held: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, _, said = held
+    monkeypatch.setattr(ucm, "END_TIMEOUT_S", 0.01)
+    task = made.load_data([b"x"], [0], [Block().row])
+    wait_until(lambda: bool(said), "its begin")
+    with pytest.raises(DeadlineError, match="may still use its memory"):
+        made.wait(task)
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_store_that_was_given_up_leaves_no_block_of_reused_memory(
+    ucm: Any, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    made, source, gate, said = store(ucm), Block(7), threading.Event(), threading.Event()
+    put = made.connection.put
+
+    def late(items: Sequence[tuple[bytes, Any]]) -> list[bool]:
+        if when == "meanwhile":
+            said.set()
+            assert gate.wait(60)
+        stored: list[bool] = put(items)
+        return stored
+
+    def event(_: int) -> None:
+        if when == "before":
+            said.set()
+            assert gate.wait(60)
+
+    made.connection.put = late
+    monkeypatch.setattr(ucm, "_wait_event", event)
+    monkeypatch.setattr(ucm, "TASK_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(ucm, "END_TIMEOUT_S", 0.01)
+    task = made.dump_data([b"x"], [0], [source.row], 1)
+    assert said.wait(60)
+    with pytest.raises(DeadlineError, match="may still use its memory"):
+        made.wait(task)
+    gate.set()
+    with pytest.raises(RuntimeError, match="it took too long"):
+        task.future.result(60)
+    assert made.connection.blocks == {}
+    made.close()
 
 
 def test_what_ucm_tells_is_checked(ucm: Any) -> None:
