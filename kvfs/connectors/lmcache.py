@@ -26,7 +26,7 @@ CLOSE_TIMEOUT_S = 30.0
 # Future id, whether all of it went well, a reason if not, and a result for each key (of a set: none).
 Answer = tuple[int, bool, str, "list[bool] | None"]
 
-_logger = logging.getLogger(__name__)
+_logger = logging.getLogger("kvfs.connectors.lmcache")
 
 
 @dataclass(slots=True)

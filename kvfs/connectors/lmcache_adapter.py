@@ -9,6 +9,7 @@ Interface: lmcache.v1.distributed.l2_adapters.native_connector_l2_adapter (versi
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any
@@ -26,10 +27,12 @@ try:
         _object_key_to_string,
     )
 except ImportError as error:
-    raise versions.missing("lmcache", error) from error
+    raise versions.missing("lmcache adapter", error) from error
 
 # Keys that are looked up at once: about a millisecond.
 _LOOKUPS = 4096
+
+_logger = logging.getLogger("kvfs.connectors.lmcache")
 
 
 class KvfsAdapter(NativeConnectorL2Adapter):  # type: ignore[misc]
@@ -40,6 +43,7 @@ class KvfsAdapter(NativeConnectorL2Adapter):  # type: ignore[misc]
         capacity_gb = options.pop("max_capacity_gb", 0)
         if isinstance(capacity_gb, bool) or not isinstance(capacity_gb, (int, float)) or capacity_gb < 0:
             raise ValueError(f"kvfs for lmcache: max_capacity_gb {capacity_gb!r}: a number from 0 on is possible")
+        versions.check("lmcache adapter", _logger)
         client = KvfsClient(**options)
         self._of_long_names: dict[bytes, ObjectKey] = {}
         self._suspects: set[bytes] = set()  # of the thread of changes alone

@@ -26,12 +26,12 @@ try:
     from lmcache.v1.storage_backend.connector import ConnectorAdapter, extract_plugin_type
     from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 except ImportError as error:
-    raise versions.missing("lmcache", error) from error
+    raise versions.missing("lmcache remote", error) from error
 
 _SCHEME = "plugin://"
 _OWN = frozenset({"module_path", "class_name", "lease_s"})
 
-_logger = logging.getLogger(__name__)
+_logger = logging.getLogger("kvfs.connectors.lmcache")
 
 
 class KvfsAdapter(ConnectorAdapter):  # type: ignore[misc]
@@ -62,7 +62,7 @@ class KvfsConnector(RemoteConnector):  # type: ignore[misc]
         given: dict[str, object] = {"namespace": "lmcache", **options}
         lease_s = seconds_of("lmcache", given.get("lease_s", LEASE_S))
         chosen = options_of("lmcache", given, known=_OWN)
-        versions.check("lmcache", _logger)
+        versions.check("lmcache remote", _logger)
         # The key has model, ranks, tokens and dtype; this is all else that shapes a chunk.
         shape = [str(each) for each in (self.meta_shapes, self.meta_dtypes, self.meta_fmt, metadata.chunk_size)]
         layout = sha256(repr([*shape, str(config.remote_serde)]).encode()).hexdigest()[:16]

@@ -1,8 +1,8 @@
 """Which version of an engine is installed, which ones its connector was run with, and what the connector builds on.
 
 Engines change these interfaces monthly. So a version says nothing alone: one that is not in tried.py is warned of, and
-tried. It is refused where it lacks what the connector builds on, and the error names all of that. An interface is one
-of tried.VERSIONS: an engine's name, or that of a part of it.
+tried. It is refused where it lacks what the connector builds on, and the error names all of that. An interface is an
+engine's name, or that with a part of it. A part that is not in tried.VERSIONS is tried together with its engine.
 """
 
 from __future__ import annotations
@@ -69,11 +69,16 @@ NEEDS: dict[str, Mapping[str, Sequence[str]]] = {
         "sglang.srt.runtime_context": ("get_model", "get_parallel"),
         "sglang.srt.utils": ("get_device_module",),
     },
-    "lmcache": {
+    # LMCache calls the native client by name: it has nothing that could be looked for.
+    "lmcache": {},
+    "lmcache adapter": {
+        "lmcache.v1.distributed.api": ("ObjectKey",),
         "lmcache.v1.distributed.l2_adapters.native_connector_l2_adapter": (
             "NativeConnectorL2Adapter._notify_keys_stored", "NativeConnectorL2Adapter._notify_keys_deleted",
             "_object_key_to_string",
         ),
+    },
+    "lmcache remote": {
         "lmcache.v1.protocol": ("RemoteMetadata.serialize", "RemoteMetadata.deserialize"),
         _REMOTE: ("ConnectorAdapter", "extract_plugin_type"),
         f"{_REMOTE}.base_connector": ("RemoteConnector",),
@@ -86,7 +91,16 @@ NEEDS: dict[str, Mapping[str, Sequence[str]]] = {
 
 def tried(interface: str) -> tuple[str, ...]:
     """The versions that the connector was run with."""
-    return VERSIONS.get(interface, ())
+    return VERSIONS.get(_tried_as(interface), ())
+
+
+def _tried_as(interface: str) -> str:
+    return interface if interface in VERSIONS else interface.split()[0]
+
+
+def parts(interface: str) -> list[str]:
+    """The interfaces of NEEDS that are tried as this one."""
+    return [each for each in NEEDS if _tried_as(each) == interface]
 
 
 def installed(interface: str) -> str | None:
@@ -128,23 +142,31 @@ def warn_untried(interface: str, version: str | None, logger: logging.Logger) ->
         return False
     logger.warning(
         "kvfs for %s: version %s was not tried, these were by %s: %s (docs/engines.md)",
-        interface, version, DATE, ", ".join(tried(interface)),
+        _tried_as(interface), version, DATE, ", ".join(tried(interface)),
     )  # fmt: skip
     return True
 
 
-def check(interface: str, logger: logging.Logger) -> None:
-    """Warn if the engine that is installed is of a version that was not tried."""
-    warn_untried(interface, installed(interface), logger)
+def check(interface: str, logger: logging.Logger, version: str | None = None) -> None:
+    """Warn if the engine that is installed is of a version that was not tried. Raises ImportError if that one lacks
+    what the connector builds on. version: the engine's own word, where it has one."""
+    if version is None:
+        version = installed(interface)
+    if warn_untried(interface, version, logger) and (lacking := probe(interface)):
+        raise _refused(interface, f"it lacks {', '.join(lacking)}", version)
 
 
 def missing(interface: str, error: ImportError) -> ImportError:
     """The error for an engine that does not import, or lacks what the connector builds on: all of it is named."""
     there = installed(interface)
-    how = "it is not installed here" if there is None else f"version {there} is installed"
     lacking = [] if there is None or interface not in NEEDS else probe(interface)
     what = f"{error}; it lacks {', '.join(lacking)}" if lacking else str(error)
+    return _refused(interface, what, there, error.name)
+
+
+def _refused(interface: str, what: str, version: str | None, name: str | None = None) -> ImportError:
+    how = "it is not installed here" if version is None else f"version {version} is installed"
     return ImportError(
-        f"kvfs for {interface}: {what} ({how}; this connector was tried with {', '.join(tried(interface))})",
-        name=error.name,
+        f"kvfs for {_tried_as(interface)}: {what} ({how}; this connector was tried with {', '.join(tried(interface))})",
+        name=name,
     )

@@ -157,7 +157,7 @@ class KvfsTier(SecondaryTierManager):  # type: ignore[misc]
         **given: object,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        versions.warn_untried("vllm", vllm.__version__, _logger)
+        versions.check("vllm", _logger, vllm.__version__)
         options = options_of("vLLM", given)
         if not isinstance(hints, bool):
             raise ValueError(f"kvfs for vLLM: hints {hints!r}: true and false are possible")

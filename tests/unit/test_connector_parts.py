@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from helpers import REPOSITORY
 
 from kvfs.connectors import tried, versions
 from kvfs.connectors.common import Counters, State, options_of
@@ -150,6 +152,54 @@ def test_a_version_that_was_not_tried_is_warned_of_and_no_other(
     assert versions.warn_untried("vllm", "1.2.post1", logger)
     assert "version 1.2.post1 was not tried" in caplog.messages[0] and tried.DATE in caplog.messages[0]
     assert "1.0, 1.1" in caplog.messages[0]
+
+
+def test_an_untried_version_is_refused_by_what_it_lacks_before_it_is_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    needs = {"json": ("JSONDecoder.decode",)}
+    monkeypatch.setitem(versions.NEEDS, "pip", needs)
+    monkeypatch.setitem(tried.VERSIONS, "pip", ("1.0",))
+    monkeypatch.setattr(versions, "installed", lambda _: "99.1")
+    logger = logging.getLogger("kvfs.connectors")
+    versions.check("pip", logger)
+    assert "version 99.1 was not tried" in caplog.messages[0]
+    needs["json"] = ("JSONDecoder.gone", "absent")
+    with pytest.raises(ImportError, match=r"it lacks json: JSONDecoder.gone, json: absent \(version 99.1 is installed"):
+        versions.check("pip", logger)
+    with pytest.raises(ImportError, match=r"version 98 is installed"):
+        versions.check("pip", logger, "98")
+    versions.check("pip", logger, "1.0+cpu")  # it was run with that one
+    monkeypatch.setattr(versions, "installed", lambda _: None)
+    versions.check("pip", logger)
+
+
+def test_each_use_of_lmcache_is_refused_by_its_own_needs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No LMCache is here: a version that lacks all. Its native client needs nothing that could be looked for."""
+    monkeypatch.setattr(versions, "installed", lambda _: "99.1")
+    logger = logging.getLogger("kvfs.connectors")
+    versions.check("lmcache", logger)
+    for part, needed, other in (("adapter", "l2_adapters", "v1.protocol"), ("remote", "v1.protocol", "l2_adapters")):
+        with pytest.raises(ImportError) as refused:
+            versions.check(f"lmcache {part}", logger)
+        words = str(refused.value)
+        assert words.startswith("kvfs for lmcache: it lacks ") and needed in words and other not in words
+        assert f"tried with {', '.join(tried.VERSIONS['lmcache'])})" in words
+    assert versions.parts("lmcache") == ["lmcache", "lmcache adapter", "lmcache remote"]
+    assert versions.parts("sglang") == ["sglang"] and versions.parts("sglang linker") == ["sglang linker"]
+    assert versions.parts("nixl") == []
+
+
+def test_every_connector_looks_at_its_engine_s_version_before_it_works() -> None:
+    """With the interface that its error for a failed import names. The pools are a part of SGLang's connector."""
+    found = {
+        path.stem: (interface[1], f'versions.check("{interface[1]}"' in source)
+        for path in sorted((REPOSITORY / "kvfs/connectors").glob("*.py"))
+        if (interface := re.search(r'versions\.missing\("(.*?)"', source := path.read_text()))
+    }
+    assert found.pop("sglang_pools") == ("sglang", False)
+    assert len(found) >= 6 and all(is_checked for _, is_checked in found.values()), found
+    assert {interface for interface, _ in found.values()} <= set(versions.NEEDS)
 
 
 def test_another_revision_of_the_weights_is_another_namespace() -> None:

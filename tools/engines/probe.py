@@ -122,8 +122,9 @@ def probe_connector(interface: str, connectors: Path, finding: Finding) -> None:
     for name in CONNECTORS[interface]:
         module = f"kvfs.connectors.{name}"
         modules[name] = finding.attempt(f"import {module}", importlib.import_module, module)
-    for lacking in versions.probe(interface):
-        finding.look(lacking, False)
+    for part in versions.parts(interface):
+        for lacking in versions.probe(part):
+            finding.look(lacking, False)
     for name, module in modules.items():
         used = uses.of_connector(name, connectors)
         for target in sorted(used.names | used.inherited):
