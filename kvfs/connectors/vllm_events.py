@@ -13,6 +13,8 @@ from kvfs.connectors.common import Connection
 
 # Keys that are looked up in one step: about a millisecond.
 _LOOKUPS = 4096
+# Keys that something happened to and that wait for their look-up; beyond it all sent keys are looked up again.
+_CHANGED_MAX = 65_536
 # Requests whose loads wait to be told. A request that is aborted meanwhile is never scheduled.
 _REQUESTS = 1024
 
@@ -28,6 +30,7 @@ class TierEvents:
         self._clearing = False
         self._changed: set[bytes] = set()
         self._all_changed = False
+        self._rest: list[bytes] = []  # of all sent keys, after a gap, those that wait for their look-up
         self._lock = threading.Lock()
         self._changes = Changes(connection, self._note)
 
@@ -74,15 +77,22 @@ class TierEvents:
     def _suspects(self) -> list[bytes]:
         """Keys that were told and may be gone; the rest waits for the next step."""
         with self._lock:
-            if self._all_changed:
-                self._changed.update(self._told)
+            # Another gap meanwhile begins it anew at its end: else some keys would never have their turn.
+            if self._all_changed and not self._rest:
+                self._rest = list(self._told)
+                self._changed.clear()
                 self._all_changed = False
             changed, self._changed = self._changed, set()
         keys = [key for key in changed if key in self._told]
-        if len(keys) > _LOOKUPS:
-            with self._lock:
-                self._changed.update(keys[_LOOKUPS:])
-        return keys[:_LOOKUPS]
+        room = max(1, _LOOKUPS // 2) if self._rest else _LOOKUPS
+        if len(keys) > room:
+            self._note(keys[room:], False)
+            del keys[room:]
+        while self._rest and len(keys) < _LOOKUPS:
+            key = self._rest.pop()
+            if key in self._told:
+                keys.append(key)
+        return keys
 
     def close(self) -> None:
         self._changes.close()
@@ -91,3 +101,6 @@ class TierEvents:
         with self._lock:
             self._changed.update(keys)
             self._all_changed |= everything
+            if len(self._changed) > _CHANGED_MAX:
+                self._changed.clear()
+                self._all_changed = True

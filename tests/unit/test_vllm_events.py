@@ -138,6 +138,45 @@ def test_after_a_gap_all_are_looked_up_some_in_each_step(
     assert {key for keys, removed in told if removed for key in keys} == set(KEYS)
 
 
+def test_changes_that_nobody_takes_are_bounded_and_none_is_lost(
+    tier: TierEvents, pool: Kvfs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_events, "_CHANGED_MAX", 20)
+    wait_until(lambda: tier._all_changed, "the begin")
+    pool.there.update(KEYS)
+    tier.stored(KEYS)
+    assert taken(tier) == [(KEYS, False)]
+    pool.there.clear()
+    tier._note(KEYS[:1], False)
+    for number in range(1000):
+        tier._note([b"%d" % number], False)
+        assert len(tier._changed) <= 20
+    ((gone, removed),) = taken(tier)
+    assert removed and set(gone) == set(KEYS)
+
+
+def test_all_have_their_turn_though_gaps_and_changes_go_on(
+    tier: TierEvents, pool: Kvfs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than one step's look-ups wait, and each step brings another gap, or as many changes as a step takes."""
+    monkeypatch.setattr(vllm_events, "_LOOKUPS", 4)
+    pool.there.update(KEYS)
+    tier.stored(KEYS)
+    taken(tier)
+    for brought in ((), KEYS[:6]):
+        pool.there = set(KEYS)
+        tier.stored(KEYS)
+        taken(tier)
+        for last in KEYS[6:]:
+            pool.there.discard(last)
+            told: list[tuple[list[bytes], bool]] = []
+            for _ in range(2 * len(KEYS)):
+                tier._note(brought, True)
+                told += taken(tier)
+            assert told == [([last], True)]
+    assert max(pool.asked) <= 4
+
+
 def test_while_kvfs_is_away_nothing_is_said_to_be_gone(tier: TierEvents, feed: Feed, pool: Kvfs) -> None:
     tier.stored(KEYS)
     pool.client = None
