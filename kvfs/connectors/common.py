@@ -724,7 +724,7 @@ class Connection:
         return there
 
 
-_logger = logging.getLogger(__name__)
+_logger = logging.getLogger("kvfs.connectors")
 
 
 def _close(link: _Link) -> None:

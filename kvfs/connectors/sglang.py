@@ -44,7 +44,7 @@ _BLOCK_GROUPS = getattr(PoolHitPolicy, "BLOCK_GROUPS", None)
 _DELETE_COUNT = 4096
 
 T = TypeVar("T")
-_logger = logging.getLogger(__name__)
+_logger = logging.getLogger("kvfs.connectors.sglang")
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ STAGING_SIZE = 64 << 20
 _GROUP_SIZE = 256 << 10
 _ALIGNMENT = 4096
 
-_logger = logging.getLogger(__name__)
+_logger = logging.getLogger("kvfs.connectors.sglang")
 _device = get_device_module()
 
 

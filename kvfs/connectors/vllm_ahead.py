@@ -22,8 +22,12 @@ from kvfs.errors import KvfsError
 _WAIT_S, _CLOSE_S = 0.5, 2.0
 # Some 200 bytes each. In a larger namespace those are found that were stored last.
 HASHES_MAX = 262_144
-# Hints that wait for their turn, and keys that one step of vLLM's looks up for them: some milliseconds.
-_HINTS_MAX, _STEP_KEYS = 256, 256
+# Keys of one hash: a key for each group of layers, and those of others whose hashes end alike.
+_KEYS_A_HASH = 64
+# Hints that wait for their turn, and their hashes: more than that the index knows none.
+_HINTS_MAX, _WAITING_MAX = 256, HASHES_MAX
+# Of one step of vLLM's: keys that it is asked for, and hashes that are taken for them: some milliseconds.
+_STEP_KEYS, _STEP_HASHES = 256, 1024
 
 
 class Index:
@@ -57,7 +61,7 @@ class Index:
         with self._lock:
             there = self._keys.get(number, ())
             if key not in there:
-                self._keys[number] = (*there, key)
+                self._keys[number] = (*there, key)[-_KEYS_A_HASH:]
                 if len(self._keys) > HASHES_MAX:
                     self._keys.popitem(last=False)
 
@@ -120,14 +124,17 @@ class Ahead:
         self._index = Index(connection)
         self._room = room
         self._wanted: deque[_Wanted] = deque()
+        self._waiting = 0  # hashes in them
         self._there: OrderedDict[bytes, float] = OrderedDict()  # and until when each is waited for
+        self._soonest = float("inf")  # none of these times is before it
 
     def want(self, hint: Hint, load_filter: Any) -> int:
         """Returns how many hashes are refused."""
         assert hint.hashes is not None
-        if len(self._wanted) >= _HINTS_MAX:
+        if len(self._wanted) >= _HINTS_MAX or self._waiting + len(hint.hashes) > _WAITING_MAX:
             return len(hint.hashes)
         self._index.start()
+        self._waiting += len(hint.hashes)
         self._wanted.append(_Wanted(deque(hint.hashes), time.monotonic() + hint.seconds, load_filter))
         return 0
 
@@ -138,28 +145,43 @@ class Ahead:
         """Keys of one hint for this step, until when they are wanted, whence; and how many hashes are refused."""
         keys: list[bytes] = []
         refused, now = 0, time.monotonic()
-        while self._there and next(iter(self._there.values())) <= now:
-            self._there.popitem(last=False)
         while self._wanted and self._wanted[0].until <= now:
-            refused += len(self._wanted.popleft().hashes)
+            refused += self._forget(self._wanted.popleft())
         if not self.has_work():
             return keys, now, None, refused
-        wanted = self._wanted[0]
-        while wanted.hashes and len(keys) < _STEP_KEYS:
+        if len(self._there) >= self._room:
+            self._give_up(now)
+        wanted, taken = self._wanted[0], 0
+        while wanted.hashes and len(keys) < _STEP_KEYS and taken < _STEP_HASHES:
             if len(self._there) + len(keys) >= self._room:
                 if not keys:
-                    refused += len(wanted.hashes)
-                    wanted.hashes.clear()
+                    refused += self._forget(wanted)
                 break  # some of these may be in vLLM's memory, and take no room: the next step knows
             found = self._index.find(wanted.hashes.popleft())
+            taken += 1
             refused += not found
             keys += [key for key in found if key not in self._there]
+        self._waiting -= taken
         if not wanted.hashes:
             self._wanted.popleft()
         return keys, wanted.until, wanted.load_filter, refused
 
+    def _forget(self, wanted: _Wanted) -> int:
+        """Returns how many hashes it had."""
+        count = len(wanted.hashes)
+        wanted.hashes.clear()
+        self._waiting -= count
+        return count
+
+    def _give_up(self, now: float) -> None:
+        """Blocks that nobody used in time leave their room, wherever they are among those that have more time."""
+        if self._soonest <= now:
+            self._there = OrderedDict((key, until) for key, until in self._there.items() if until > now)
+            self._soonest = min(self._there.values(), default=float("inf"))
+
     def started(self, keys: Sequence[bytes], until: float) -> None:
         self._there.update(dict.fromkeys(keys, until))
+        self._soonest = min(self._soonest, until)
 
     def failed(self, keys: Iterable[bytes]) -> None:
         for key in keys:

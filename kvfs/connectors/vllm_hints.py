@@ -23,11 +23,13 @@ from kvfs.connectors.common import Connection
 # A lease lasts an hour at most. Blocks that are read ahead and never asked for are given up sooner.
 KEEP_MAX_S, AHEAD_MAX_S = 3600.0, 300.0
 _KEEP_S, _AHEAD_S = 300.0, 30.0
-# Of one envelope, and of one action of it: a prompt of a million tokens has 65,536 blocks of 16.
+# Of one envelope: actions, and hashes in all of them. A prompt of a million tokens has 65,536 blocks of 16.
 ACTIONS_MAX, HASHES_MAX = 64, 65_536
 # So much may wait for the thread; a hint beyond it is refused.
 _TASKS_MAX, _KEYS_MAX = 4096, 1 << 20
-_POLL_S, _CLOSE_S = 0.1, 2.0
+_CLOSE_S = 2.0
+# Leases that may end before their time. The oldest beyond it are left to their deadlines.
+_GRANTS_MAX = 4096
 
 
 class Kind(Enum):
@@ -71,16 +73,20 @@ def hints_of(request: Any) -> tuple[list[Hint], list[str]]:
         else:
             if len(actions) > ACTIONS_MAX:
                 wrong.append(f"{len(actions)} actions: the first {ACTIONS_MAX} are taken")
+            left = HASHES_MAX
             for action in actions[:ACTIONS_MAX]:
-                _note(hints, wrong, functools.partial(_of_action, action))
+                if _note(hints, wrong, functools.partial(_of_action, action, left)):
+                    left -= len(hints[-1].hashes or ())
     return hints, wrong
 
 
-def _note(hints: list[Hint], wrong: list[str], parse: Callable[[], Hint]) -> None:
+def _note(hints: list[Hint], wrong: list[str], parse: Callable[[], Hint]) -> bool:
     try:
         hints.append(parse())
+        return True
     except ValueError as error:
         wrong.append(str(error))
+        return False
 
 
 def _of_parameters(given: object) -> Hint:
@@ -93,7 +99,8 @@ def _of_parameters(given: object) -> Hint:
     raise ValueError(f'{_shown(given)}: {{"done": true}} and {{"keep_s": S}} are possible, S from 0 to 3600')
 
 
-def _of_action(action: Any) -> Hint:
+def _of_action(action: Any, left: int) -> Hint:
+    """left: hashes that it may have."""
     of_type, version = getattr(action, "action_type", None), getattr(action, "action_version", None)
     payload = getattr(action, "payload", None)
     kind = _KINDS.get(of_type) if isinstance(of_type, str) else None
@@ -103,7 +110,7 @@ def _of_action(action: Any) -> Hint:
         raise ValueError(f"{of_type} of version {_shown(version)}: 1 is known")
     if not isinstance(payload, dict):
         raise ValueError(f"{of_type}: payload {_shown(payload)}: an object is needed")
-    hashes = _hashes(of_type, payload.get("block_hashes"))
+    hashes = _hashes(of_type, payload.get("block_hashes"), left)
     if kind is Kind.DONE:
         return Hint(kind, 0.0, hashes)
     if kind is Kind.AHEAD:
@@ -128,11 +135,13 @@ def _seconds(of_type: object, given: object, default: float, most: float) -> flo
     return float(min(given, most))
 
 
-def _hashes(of_type: object, given: object) -> tuple[int, ...] | None:
+def _hashes(of_type: object, given: object, left: int) -> tuple[int, ...] | None:
     if given is None:
         return None
     if not isinstance(given, (list, tuple)) or not 0 < len(given) <= HASHES_MAX:
         raise ValueError(f"{of_type}: block_hashes {_shown(given)}: a list of 1 to {HASHES_MAX} is needed")
+    if len(given) > left:
+        raise ValueError(f"{of_type}: {len(given)} block_hashes: an envelope has {HASHES_MAX} in all, {left} are left")
     if not all(type(number) is int and 0 <= number < 1 << 64 for number in given):
         raise ValueError(f"{of_type}: block_hashes {_shown(given)}: integers of 64 bits are needed")
     return tuple(dict.fromkeys(given))
@@ -328,6 +337,12 @@ class Hints:
             if older is not None and older.until <= until and older.keys <= grant.keys:
                 del self._grants[key]
                 older.lease.end()
+        self._grants.pop(held[-1], None)  # the newest is the last
         self._grants[held[-1]] = grant
-        while self._grants and next(iter(self._grants.values())).until <= time.monotonic():
+        now = time.monotonic()
+        while next(iter(self._grants.values())).until <= now:
             self._grants.popitem(last=False)
+        if len(self._grants) > _GRANTS_MAX:
+            self._grants = OrderedDict((key, each) for key, each in self._grants.items() if each.until > now)
+            while len(self._grants) > _GRANTS_MAX:
+                self._grants.popitem(last=False)

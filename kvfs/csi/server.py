@@ -26,7 +26,7 @@ _CALLS_AT_ONCE = 8
 _GRACE_S = 5
 _PATH_MAX = 107  # sockaddr_un, without the zero at its end
 _LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
-log = logging.getLogger(__name__)
+log = logging.getLogger("kvfs.csi")
 
 
 def parser() -> argparse.ArgumentParser:

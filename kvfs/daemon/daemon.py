@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from kvfs.daemon.pod import PodNode
 
 # One logger name for the whole room: it is in every line of the log.
-log = logging.getLogger(__name__)
+log = logging.getLogger(__package__)
 
 # The largest READ request: 4 MiB where the kernel allows 1024 pages a request.
 MAX_READ = 4 << 20

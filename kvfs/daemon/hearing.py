@@ -15,7 +15,7 @@ from kvfs.pool.config import CONFIG_NAME, LOG_LEVEL, load
 from kvfs.store.store import Store
 
 # One logger name for the whole room: it is in every line of the log.
-log = logging.getLogger(__name__)
+log = logging.getLogger(__package__)
 
 
 class Hearing:

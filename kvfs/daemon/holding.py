@@ -36,7 +36,7 @@ from kvfs.names import Names
 from kvfs.pool.owner import Life, process_life
 
 # One logger name for the whole room: it is in every line of the log.
-log = logging.getLogger(__name__)
+log = logging.getLogger(__package__)
 
 # Requests under way get that long to be answered, when the daemon leaves its mount.
 LEAVE_MS = 5000

@@ -17,7 +17,7 @@ from kvfs.hold.words import HoldError
 from kvfs.pool.directory import open_own
 
 # One logger name for the whole room: it is in every line of the log.
-log = logging.getLogger(__name__)
+log = logging.getLogger(__package__)
 
 FUSE_PAGES = 1024
 # A mount that answers does so in less. Probes of Kubernetes wait one second, unless they say otherwise.

@@ -36,7 +36,7 @@ from kvfs.store.foreign import ForeignLoader, Tombstones
 from kvfs.store.store import Store
 from kvfs.types import COUNTER_BITS, SLOT_BITS
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("kvfs.pod")
 
 # Blocks that all other nodes together may lease here: a part of the pool, and a number.
 _LEASE_SHARE = 16

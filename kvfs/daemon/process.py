@@ -25,7 +25,7 @@ from kvfs.frontend import mount as mounting
 from kvfs.pool.directory import check_owner
 
 # One logger name for the whole room: it is in every line of the log.
-log = logging.getLogger(__name__)
+log = logging.getLogger(__package__)
 
 
 def start(options: MountOptions) -> int:

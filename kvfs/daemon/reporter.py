@@ -18,7 +18,7 @@ from kvfs.errors import KvfsError, PoolError, UsageError
 from kvfs.pool.directory import open_own
 
 # One logger name for the whole room: it is in every line of the log.
-log = logging.getLogger(__name__)
+log = logging.getLogger(__package__)
 
 LOG_NAME = "kvfs.log"
 

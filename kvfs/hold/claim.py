@@ -33,7 +33,7 @@ from kvfs.hold.words import (
 )
 
 # One logger name for the whole room: it is in every line of the log.
-log = logging.getLogger(__name__)
+log = logging.getLogger(__package__)
 
 ANSWER_TIMEOUT_S = 10.0
 # A daemon that was killed has gone within that, and so has its connection.

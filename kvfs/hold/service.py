@@ -39,7 +39,7 @@ from kvfs.hold.words import (
 )
 
 # One logger name for the whole room: it is in every line of the log.
-log = logging.getLogger(__name__)
+log = logging.getLogger(__package__)
 
 SYSTEMD = Path("systemd")
 _PREFIX = "kvfs-"

@@ -21,7 +21,7 @@ _READ_WAIT_S = 1.0
 # A turn that has nothing to do waits this long at most.
 _IDLE_MAX_S = 1.0
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("kvfs.pod")
 
 
 class Pod:

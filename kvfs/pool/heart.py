@@ -38,7 +38,7 @@ from kvfs.pool.labels import has_beat, read_beat, read_beats
 from kvfs.pool.opening import OpenPool
 from kvfs.types import EPOCH_MAX, PAGE_SIZE
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("kvfs.store.heart")
 
 # Writes that were given up on may land later: so many of their pages are remembered.
 _HISTORY = 64

@@ -25,7 +25,7 @@ from kvfs.status import prometheus
 from kvfs.status.numbers import Json
 
 # The logger's name stays when a module moves.
-log = logging.getLogger(__name__)
+log = logging.getLogger("kvfs.frontend.endpoint")
 
 CONNECTIONS_MAX = 16
 # Connections that the kernel holds until they are taken: one that speaks waits there behind silent ones.

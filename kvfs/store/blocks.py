@@ -33,7 +33,7 @@ from kvfs.store.space import SpaceLimit
 from kvfs.store.table_room import TableRoom
 from kvfs.types import COUNTER_BITS, PAGE_SIZE, InodeNumber
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("kvfs.store.pool")
 
 _LINGER_S = 1.0
 # Changes that wait for an index whose commits fail, some 300 bytes each. From the first number on new names are slowed

@@ -42,7 +42,7 @@ from kvfs.store.slabs import Slabs
 from kvfs.types import PAGE_SIZE, InodeNumber, SegmentIndex
 from kvfs.units import counted, told_size
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("kvfs.store.service")
 
 T = TypeVar("T")
 

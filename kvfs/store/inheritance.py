@@ -29,7 +29,7 @@ from kvfs.store.segment import State
 from kvfs.store.segments import Segments
 from kvfs.types import ROOT_INODE, InodeNumber
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("kvfs.store.pool")
 
 _DEPTH_MAX = 4096  # of directories: longer than PATH_MAX allows
 _WALK_BATCH = 512

@@ -25,7 +25,7 @@ from kvfs.store.segment import Segment
 from kvfs.types import COUNTER_BITS, EPOCH_MAX, SegmentIndex
 from kvfs.units import told_size
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("kvfs.store.pool")
 
 _CHUNK = 1 << 20
 # Bytes of the pod map for each entry, at the fill that it allows itself.

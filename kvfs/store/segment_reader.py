@@ -12,7 +12,7 @@ from kvfs.pool.config import PoolConfig
 from kvfs.pool.format import SegmentHeader, Summary, summary_size, unpack_segment_header, unpack_summary
 from kvfs.types import COUNTER_BITS, PAGE_SIZE, SegmentIndex
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("kvfs.store.segments")
 
 # The most bytes that a compressed summary may unpack to.
 _SUMMARY_EXPANSION_MAX = 64

@@ -61,7 +61,7 @@ from kvfs.store.space import Space
 from kvfs.store.tasks import Tasks
 from kvfs.types import COUNTER_BITS, PAGE_SIZE, ROOT_INODE, InodeNumber, SegmentIndex
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("kvfs.store.pool")
 
 _COMMIT_CHANGES = 20_000
 _COMMIT_POLL_S = 0.1

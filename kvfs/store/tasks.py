@@ -10,7 +10,7 @@ import trio
 
 from kvfs.plane import Plane
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("kvfs.store.pool")
 
 Arguments = TypeVarTuple("Arguments")
 

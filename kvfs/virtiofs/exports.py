@@ -24,7 +24,7 @@ from kvfs.descriptors import reason
 from kvfs.errors import KvfsError, UsageError
 
 # The logger's name stays when a module moves.
-log = logging.getLogger(__name__)
+log = logging.getLogger("kvfs.frontend.virtiofs")
 
 DEFAULT_TAG = "kvfs"
 # A tag has at most this many bytes in the configuration space.

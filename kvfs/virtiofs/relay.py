@@ -28,7 +28,7 @@ from kvfs.descriptors import all_above
 from kvfs.errors import KvfsError
 
 # The logger's name stays when a module moves.
-log = logging.getLogger(__name__)
+log = logging.getLogger("kvfs.frontend.keeper")
 
 GET_FEATURES, SET_FEATURES, SET_OWNER, SET_MEM_TABLE = 1, 2, 3, 5
 SET_VRING_NUM, SET_VRING_ADDR, SET_VRING_BASE, GET_VRING_BASE = 8, 9, 10, 11

@@ -118,19 +118,6 @@ def test_every_posix_test_runs_in_a_guest_or_is_the_daemon_s_own() -> None:
     assert sorted(named) == sorted(path.name for path in (REPOSITORY / "tests/posix").glob("test_*.py"))
 
 
-def test_a_log_line_names_its_module() -> None:
-    """As `logger` in JSON, and for filters. vLLM prints only what is below its own name."""
-    own = {"kvfs/connectors/vllm.py"}
-    found = {}
-    for path in sorted((REPOSITORY / "kvfs").rglob("*.py")):
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
-                called = ast.unparse(node.value.func)
-                if called in ("logging.getLogger", "getLogger", "init_logger"):
-                    found[str(path.relative_to(REPOSITORY))] = ast.unparse(node.value.args[0])
-    assert len(found) > 40 and {path for path, name in found.items() if name != "__name__"} == own
-
-
 def test_memory_is_lent_to_c_at_one_door_which_refuses_memoryviews() -> None:
     """The garbage collector clears a memoryview that has exports, and their end is a SIGSEGV."""
     found = {

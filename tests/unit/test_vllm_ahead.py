@@ -178,6 +178,67 @@ def test_room_that_nobody_uses_comes_back_with_time(ahead: Ahead, pool: Pool) ->
     assert taken(ahead) == ([key_of(number) for number in range(10, 18)], 0)
 
 
+def test_room_comes_back_behind_a_block_that_has_more_time(ahead: Ahead, pool: Pool) -> None:
+    """Until when a block is waited for is its hint's: the first of them may have the longest time."""
+    pool.keys = [key_of(number) for number in range(20)]
+    ahead.started([key_of(0)], time.monotonic() + 600)
+    ahead.started([key_of(number) for number in range(1, 8)], time.monotonic() - 1)
+    ahead.want(hint(*range(8, 20)), None)
+    assert taken(ahead) == ([key_of(number) for number in range(8, 15)], 0)
+    assert taken(ahead) == ([], 5)
+
+
+def test_hashes_that_are_not_there_take_their_part_of_a_step(
+    ahead: Ahead, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_ahead, "_STEP_HASHES", 100)
+    pool.keys = [key_of(250)]
+    assert ahead.want(hint(*range(300)), None) == 0
+    assert [taken(ahead) for _ in range(3)] == [([], 100), ([], 100), ([key_of(250)], 99)]
+    assert not ahead.has_work()
+
+
+def test_hashes_that_wait_are_bounded_in_sum(ahead: Ahead, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_ahead, "_WAITING_MAX", 10)
+    assert ahead.want(hint(*range(6)), None) == 0
+    assert ahead.want(hint(*range(10, 15)), None) == 5
+    assert ahead.want(hint(*range(20, 24), seconds=0.001), None) == 0
+    assert taken(ahead) == ([], 6)
+    time.sleep(0.01)
+    assert ahead.take()[3] == 4
+    assert ahead.want(hint(*range(10)), None) == 0
+    assert taken(ahead) == ([], 10)
+    ahead.started([key_of(number) for number in range(8)], time.monotonic() + 600)
+    assert ahead.want(hint(*range(20, 30)), None) == 0 and taken(ahead) == ([], 10)
+    assert ahead.want(hint(*range(40, 50)), None) == 0
+
+
+def test_of_keys_whose_hashes_end_alike_the_newest_are_known(connection: Any) -> None:
+    index = Index(connection)
+    keys = [key_of(1, group) for group in range(1000)]
+    for key in keys:
+        index.add(key)
+    assert index.find(1) == tuple(keys[-vllm_ahead._KEYS_A_HASH :])
+    for key in keys:
+        index.remove(key)
+    assert index.find(1) == ()
+
+
+def test_after_a_gap_the_list_is_made_at_once(connection: Any, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only an end of kvfs is waited for."""
+    monkeypatch.setattr(vllm_ahead, "_WAIT_S", 1000.0)
+    monkeypatch.setattr(pool, "next_event", lambda timeout_s: pool.told.get(timeout=60))
+    index = Index(connection)
+    index.start()
+    for lists in range(2, 5):
+        wait_until(lambda: index.is_whole, "the list")
+        pool.told.put(Gap(5, 17))
+        wait_until(lambda lists=lists: pool.lists == lists, "another list")  # type: ignore[misc]
+    index._stop.set()
+    pool.stored(key_of(1))
+    index.close()
+
+
 def test_a_long_hint_takes_several_steps_and_a_flood_is_refused(
     ahead: Ahead, pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

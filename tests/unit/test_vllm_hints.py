@@ -127,6 +127,15 @@ def test_a_time_is_bounded_and_so_are_actions() -> None:
     assert hints_of(SimpleNamespace(kv_transfer_params=[1], kv_hints=None)) == ([], [])
 
 
+def test_hashes_of_an_envelope_are_bounded_in_sum() -> None:
+    many, few = list(range(HASHES_MAX - 1)), [1, 2]
+    hints, wrong = hints_of(
+        request(*(action("kv.pin", {"block_hashes": hashes}) for hashes in (many, few, [7], many, [8])))
+    )
+    assert [len(hint.hashes or ()) for hint in hints] == [HASHES_MAX - 1, 1]
+    assert wrong[0] == f"kv.pin: 2 block_hashes: an envelope has {HASHES_MAX} in all, 1 are left" and len(wrong) == 3
+
+
 def test_of_several_hints_about_one_block_the_longest_to_keep_it_wins() -> None:
     keys = [key_of(number) for number in range(4)]
     plan = Plan([Hint(Kind.DONE), Hint(Kind.KEEP, 10.0, (0, 1)), Hint(Kind.KEEP, 60.0, (1, 9))])
@@ -218,6 +227,26 @@ def test_a_longer_lease_and_one_of_other_blocks_stay(hints: Hints, connection: C
         hints.finished(str(number), [key_of(block) for block in blocks])
     settled(hints, hints_kept=10)
     wait_until(lambda: sorted(seconds for _, seconds in connection.leases.values()) == [60, 60, 700], "the first's end")
+
+
+def test_leases_that_are_known_are_bounded_and_the_expired_go_first(
+    hints: Hints, connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_hints, "_GRANTS_MAX", 10)
+
+    def keep(number: int, seconds: float) -> None:
+        hints._keep([key_of(number)], seconds)
+
+    keep(0, 600.0)
+    for number in range(1, 10):
+        keep(number, 1e-6)
+    keep(10, 600.0)
+    assert list(hints._grants) == [key_of(0), key_of(10)]
+    for number in range(11, 100):
+        keep(number, 600.0)
+    assert list(hints._grants) == [key_of(number) for number in range(90, 100)]
+    keep(95, 700.0)
+    assert list(hints._grants)[-1] == key_of(95) and len(hints._grants) == 10
 
 
 def test_a_block_is_needed_no_more_only_when_its_request_has_ended(hints: Hints, connection: Connection) -> None:
