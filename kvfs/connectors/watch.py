@@ -23,6 +23,8 @@ class Watched(Protocol):
 
 _lock = threading.Lock()
 _watched: weakref.WeakSet[Watched] = weakref.WeakSet()
+# Those that were added since the thread took its list: an earlier no of theirs holds no more.
+_added: weakref.WeakSet[Watched] = weakref.WeakSet()
 _thread: threading.Thread | None = None
 
 
@@ -31,6 +33,7 @@ def add(one: Watched) -> None:
     global _thread
     with _lock:
         _watched.add(one)
+        _added.add(one)
         if _thread is None or not _thread.is_alive():
             _thread = threading.Thread(target=_run, name="kvfs-watch", daemon=True)
             with contextlib.suppress(RuntimeError):
@@ -43,10 +46,11 @@ def _run() -> None:
         time.sleep(PERIOD_S)
         with _lock:
             every = list(_watched)
+            _added.clear()
         over = [one for one in every if not one.look()]
         every.clear()
         with _lock:
-            _watched.difference_update(over)
+            _watched.difference_update(one for one in over if one not in _added)
             over.clear()
             if not _watched:
                 _thread = None
@@ -58,6 +62,7 @@ def _after_fork() -> None:
     global _lock, _thread
     _lock, _thread = threading.Lock(), None
     _watched.clear()
+    _added.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork)
