@@ -85,6 +85,8 @@ def _events(args: argparse.Namespace) -> int:
         raise UsageError("events: --schema mooncake has neither --tokens-from, --clear nor --arrays")
     elif args.tokens_from and args.hashes == "keys":
         raise UsageError("events: --tokens-from knows blocks by vLLM's hashes: no --hashes keys")
+    elif args.clear and args.hashes == "keys":
+        raise UsageError("events: --clear with --hashes keys: to a node of a pod it begins the telling of all blocks")
     if not args.pod:
         _refuse(args, ("node",), "--pod")
     args.signals.until_ended()

@@ -178,8 +178,8 @@ class Nodes:
 
 
 class PodTelling(Telling):
-    """A pod's changes on their way to a publisher. name: this node's. each: every node's part in a block is sent, not
-    only the first and the last."""
+    """A pod's changes on their way to a publisher. name: this node's. A block is sent with each node that has it.
+    each: so is its end on each of them; without it only the end on the last."""
 
     def __init__(self, *given: Any, nodes: Nodes, name: str, each: bool = False, **more: Any) -> None:
         super().__init__(*given, **more)

@@ -37,6 +37,8 @@ ALL_CLEARED, ALL_TOLD = "AllBlocksCleared", "AllBlocksTold"
 # Bytes that peers have not read, beyond which the telling of all blocks waits, while they read.
 _PACE_SIZE = 16 << 20
 _PACE_S, _PACE_PATIENCE_S = 0.005, 0.1
+# All of these waits of one telling: so long, or as long as the telling itself has taken, if that is longer.
+_PACED_MAX_S = 5.0
 # Losses are said so often at most.
 _SAY_S = 10.0
 
@@ -186,7 +188,7 @@ class Telling:
         self._tokens, self._clear = tokens, clear
         self.teller = Teller(schema, tokens)
         self._more = False
-        self._is_pacing = True
+        self._begin_pacing()
         self._again_s = 0.0
         self._is_strange_said = False
         self._losses: dict[str, int] = {}
@@ -251,7 +253,7 @@ class Telling:
         """Another node's subscriber has lost something: all that was told, between two marks."""
         self._publisher.is_asked_for_all = False
         self._again_s = float("inf")  # not within itself
-        self._is_pacing = True
+        self._begin_pacing()
         self._send([{"type": ALL_CLEARED}])
         keys = iter(list(self.teller.known()))
         while page := list(islice(keys, BATCH_EVENTS)):
@@ -261,9 +263,15 @@ class Telling:
         self._send([{"type": ALL_TOLD}])
         self._again_s = time.monotonic() + _AGAIN_S
 
+    def _begin_pacing(self) -> None:
+        self._is_pacing, self._paced_s, self._pacing_since_s = True, 0.0, time.monotonic()
+
     def _pace(self) -> None:
-        """A subscriber's queue is shorter than a large pool's list. Wait for those that read, and for nobody else."""
+        """A subscriber's queue is shorter than a large pool's list. Wait for those that read, and for nobody else.
+        Changes wait, too. So it ends where a subscriber reads far more slowly than all is told."""
         least, since_s = self._publisher.unread_size, time.monotonic()
+        begun_s = since_s
+        most_s = max(_PACED_MAX_S, begun_s - self._pacing_since_s - self._paced_s)
         while self._is_pacing and least > _PACE_SIZE:
             time.sleep(_PACE_S)
             unread = self._publisher.unread_size
@@ -271,6 +279,9 @@ class Telling:
                 least, since_s = unread, time.monotonic()
             elif time.monotonic() > since_s + _PACE_PATIENCE_S:
                 self._is_pacing = False
+            if self._paced_s + time.monotonic() - begun_s > most_s:
+                self._is_pacing = False
+        self._paced_s += time.monotonic() - begun_s
 
     def _send(self, messages: Iterable[Message]) -> None:
         self._publisher.send(messages, self._schema.time)
@@ -306,7 +317,7 @@ class Telling:
         """Look at all blocks that are there. If the daemon goes meanwhile, a reset follows, and this is done again."""
         gone = self._known()
         keys = iter(self._client.list())
-        self._is_pacing = True
+        self._begin_pacing()
         try:
             while page := list(islice(keys, BATCH_EVENTS)):
                 self._send(self._there(page, gone))

@@ -75,6 +75,8 @@ def tree(path: Path) -> list[tuple[str, int]]:
         (["import", "{pool}"], "--device"),
         (["status", "-o", "xml"], "xml"),
         (["doctor", "--repair"], "--repair"),
+        (["events", "{pool}", "--clear"], "--clear is of --zmq"),
+        (["events", "{pool}", "--zmq", "tcp://*:1", "--clear", "--hashes", "keys"], "--clear with --hashes keys"),
     ],
 )
 def test_a_command_line_without_sense_is_one_line_and_status_2(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import pytest
@@ -248,12 +248,13 @@ def test_a_gap_and_an_unmount(monkeypatch: pytest.MonkeyPatch) -> None:
 class Slow(Publisher):
     """A publisher whose peers read so much between two looks, and have so much left."""
 
-    def __init__(self, router: Router, speed: int) -> None:
+    def __init__(self, router: Router, speed: int, sending: Callable[[], None] = lambda: None) -> None:
         super().__init__(router)
-        self.speed, self.most, self.left = speed, 0, 0
+        self.speed, self.most, self.left, self.sending = speed, 0, 0, sending
 
     def send(self, messages: Iterable[Any], now: object) -> None:
         self.left += 4 << 20
+        self.sending()
         self.most = max(self.most, self.left)
         super().send(messages, now)
 
@@ -265,6 +266,28 @@ class Slow(Publisher):
     @unread_size.setter
     def unread_size(self, value: int) -> None:
         pass
+
+
+@pytest.mark.parametrize(("send_s", "longest_s"), [(0.0, 5.2), (1.0, 60.0)], ids=["fast", "slow"])
+def test_a_router_that_reads_a_little_is_waited_for_5_s_or_as_long_as_the_telling_takes(
+    monkeypatch: pytest.MonkeyPatch, send_s: float, longest_s: float
+) -> None:
+    """40 pages, of which it reads each in 0.32 s."""
+    clock = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(module.time, "sleep", lambda time_s: clock.__setitem__(0, clock[0] + time_s))
+    router, client = Router(), Client()
+    publisher = Slow(router, 64 << 10, lambda: clock.__setitem__(0, clock[0] + send_s))
+    telling = Telling(cast(Any, client), cast(Any, publisher), VllmSchema(), print)
+    client.keys = [key_of(number) for number in range(20_000)]
+    for _ in range(2):
+        begun_s, publisher.most = clock[0], 0
+        telling._tell_all()
+        assert len(router.believed) == 20_000 and clock[0] - begun_s < longest_s
+        assert (publisher.most < 32 << 20) == bool(send_s), "it loses nothing where all waits are waited"
+        client.waiting.clear()
+        telling.teller = teller_of(None)
+        publisher.left = 0
 
 
 @pytest.mark.parametrize(("speed", "most"), [(1 << 20, 32 << 20), (0, 1 << 40)])
