@@ -30,7 +30,7 @@ try:
     import torch
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
 
-    from kvfs.connectors.sglang_pools import Pool, flat, lengths, own_revision, pool_of
+    from kvfs.connectors.sglang_pools import Pool, flat, lengths, options_given, pool_of
 except ImportError as error:
     raise versions.missing("sglang", error) from error
 
@@ -71,7 +71,7 @@ class HiCacheKvfs(HiCacheStorage):  # type: ignore[misc]
     """
 
     def __init__(self, config: Any, kwargs: Mapping[str, object] | None = None) -> None:
-        extra: dict[str, object] = {"namespace": "sglang", "revision": own_revision(), **(config.extra_config or {})}
+        extra = options_given(config.extra_config)
         self._lease_s = seconds_of("sglang", extra.get("lease_s", LEASE_S))
         self._options = options_of("sglang", extra, known=_OF_SGLANG)
         self._config = config

@@ -36,7 +36,7 @@ try:
     from sglang.srt.runtime_context import get_model, get_parallel
     from sglang.srt.utils import get_device_module
 
-    from kvfs.connectors.sglang_pools import lengths, memory_at, own_revision
+    from kvfs.connectors.sglang_pools import lengths, memory_at, options_given
 except ImportError as error:
     raise versions.missing("sglang linker", error) from error
 
@@ -167,7 +167,7 @@ class KvfsLinker(UnifiedCacheLinker):  # type: ignore[misc]
         extra_config: Mapping[str, object] | None = None,
         forward_stream: Any = None,
     ) -> None:
-        extra: dict[str, object] = {"namespace": "sglang", "revision": own_revision(), **(extra_config or {})}
+        extra = options_given(extra_config)
         lease_s = seconds_of("sglang", extra.get("lease_s", LEASE_S))
         options = options_of("sglang", extra, known={"lease_s"})
         versions.check("sglang linker", _logger)

@@ -6,7 +6,8 @@ gives and takes copies of whole pages. An anchor without its own memory has no b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from typing import Any, Protocol, cast
 
@@ -20,6 +21,8 @@ try:
 except ImportError as error:
     raise versions.missing("sglang", error) from error
 
+_logger = logging.getLogger("kvfs.connectors.sglang")
+_said: set[str] = set()
 # Of a host pool: numbers, strings or None.
 _SHAPE = ("storage_format_tag", "layer_num", "start_layer", "end_layer", "head_dim", "v_head_dim", "head_group_num")
 
@@ -45,13 +48,19 @@ class Pool(Protocol):
 
 def pool_of(host: Any, factor: int = 1, *, in_place: bool = True) -> Pool:
     """factor: blocks that the heads of a page are split into. in_place: unless SGLang copies the pages itself. Raises
-    ValueError for a pool that kvfs cannot serve."""
+    ValueError for a pool that kvfs cannot serve.
+
+    SGLang's pools say in four ways that they have no addresses. They raise ValueError or NotImplementedError for the
+    layout, and AssertionError for its sizes; a pool without that method has an AttributeError. Any other error is the
+    pool's own, and goes to SGLang."""
     whole = torch.arange(int(host.page_size), dtype=torch.int64)
     try:
         meta = _meta(host, whole, factor)
     except (ValueError, NotImplementedError, AttributeError, AssertionError) as reason:
         if factor > 1:
             raise ValueError(f"kvfs for sglang: {type(host).__name__} cannot split heads: {reason}") from reason
+        pool = f"{type(host).__name__} of layout {host.layout}"
+        _say_once("kvfs for sglang: %s has no addresses of pages, so each page is copied: %s", pool, _words(reason))
         return CopiedPool(host)
     if meta is None:
         return Anchor(host)
@@ -164,8 +173,32 @@ def own_revision() -> str:
         from sglang.srt.runtime_context import get_server_args
 
         return str(get_server_args().revision or "")
-    except Exception:  # it was not published here, or this version has it elsewhere
+    except Exception as reason:  # it was not published here, or this version has it elsewhere
+        _say_once(
+            "kvfs for sglang: SGLang does not tell the revision of its weights here (%s): give `revision` if weights "
+            "are exchanged under one name",
+            _words(reason),
+        )
         return ""
+
+
+def options_given(extra: Mapping[str, object] | None) -> dict[str, object]:
+    """A user's extra configuration, and what holds without it."""
+    options: dict[str, object] = {"namespace": "sglang", **(extra or {})}
+    if "revision" not in options:
+        options["revision"] = own_revision()
+    return options
+
+
+def _say_once(message: str, *words: str) -> None:
+    text = message % words
+    if text not in _said:
+        _said.add(text)
+        _logger.warning("%s", text)
+
+
+def _words(reason: Exception) -> str:
+    return f"{type(reason).__name__}: {' '.join(str(reason).split())[:200]}"
 
 
 def _geometry(host: Any, parts: Sequence[object]) -> str:
