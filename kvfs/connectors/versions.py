@@ -36,7 +36,8 @@ NEEDS: dict[str, Mapping[str, Sequence[str]]] = {
             "OffloadingConnectorStats.increase_counter", "OffloadingConnectorStats.set_gauge",
         ),
         f"{_OFFLOAD}.base": (
-            "Locality", "LookupResult.HIT", "LookupResult.MISS", "Medium.STORAGE", "OffloadingCounterMetadata",
+            "Locality", "LookupResult.HIT", "LookupResult.HIT_PENDING", "LookupResult.MISS", "Medium.STORAGE",
+            "OffloadingCounterMetadata",
             "OffloadingGaugeMetadata", "ReqContext.load_tier_filter", "RequestOffloadingContext",
             "OffloadingEvent.keys", "OffloadingEvent.medium",
             "OffloadingEvent.removed", "OffloadingEvent.locality", "OffloadingEvent.ownership",

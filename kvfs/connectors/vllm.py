@@ -229,7 +229,7 @@ class KvfsTier(SecondaryTierManager):  # type: ignore[misc]
         itself, with all its checks; a tier may not write there. `parent` leaves out the tier that asks."""
         keys, until, load_filter, refused = self._ahead.take()
         manager = getattr(parent, "_m", None)
-        if manager is None:
+        if manager is None or not hasattr(ReqContext, "set_offload_key_position"):
             refused += len(keys)
         elif keys:
             self._ahead_steps += 1

@@ -96,6 +96,30 @@ def test_a_run_that_says_too_little_writes_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / tried.LIST).exists()
 
 
+def test_a_version_of_the_list_that_was_not_tried_is_not_dropped(tmp_path: Path) -> None:
+    """Its folder could not be had, or its drive was not begun. One that failed is dropped, and so is an old one."""
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "kvfs/connectors").mkdir(parents=True)
+    page, path = tmp_path / tried.PAGE, tmp_path / tried.LIST
+    page.write_text(f"{tried.BEGIN}\n{tried.END}\n")
+    before = tried.module({"vllm": ("0.2.0", "0.3.0", "0.31.0", "0.33.0"), "a part": ("0.8", "0.9", "1.0")}, DAY)
+    path.write_text(before)
+    with pytest.raises(tried.Refused, match=r"a part 0.8 is in it, and was not tried: the index has no file"):
+        tried.write(tmp_path, rows(), DAY)
+    no_drive = Row("vllm", "0.3.0", ("newest",), PASSED, NOT_TRIED, "")
+    with pytest.raises(tried.Refused, match=r"vllm 0.3.0 is in it"):
+        tried.write(tmp_path, [*rows()[:-1], no_drive], DAY)
+    failed = Row("vllm", "0.3.0", ("newest",), FAILED, NOT_TRIED, "it lacks a name")
+    assert path.read_text() == before
+    tried.write(tmp_path, [*rows()[:-1], failed], DAY)
+    assert tried.listed(tmp_path) == {"vllm": ("0.4.0", "0.33.0"), "a part": ("1.0",)}
+
+
+def test_the_list_is_as_the_tool_writes_it() -> None:
+    written = (REPOSITORY / tried.LIST).read_text()
+    assert tried.module(listed.VERSIONS, datetime.date.fromisoformat(listed.DATE)) == written
+
+
 # ---- the run ----
 
 
@@ -132,6 +156,14 @@ def test_a_folder_that_cannot_be_had_is_not_tried_and_no_failure(
     ]
     assert said[3]["detail"] == "the index has no sglang 0.5.9"
     assert run(monkeypatch) == 0 and "sglang 0.5.9: the index has no" in capsys.readouterr().out
+
+
+def test_what_a_connector_does_without_is_told_and_no_failure(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(matrix, "probed", lambda interface, version, timeout_s: (PASSED, "it does without a._m"))
+    assert run(monkeypatch, "--only", "vllm==0.31.0") == 0
+    assert "vllm 0.31.0: it does without a._m" in capsys.readouterr().out
 
 
 def test_a_version_that_fails_is_the_status_and_one_that_is_refused_is_not(
@@ -213,6 +245,7 @@ def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             (REFUSED, "import kvfs.connectors.x"),
         ),
         ('echo \'{"missing": ["a"]}\'', "sglang linker", (FAILED, "a")),
+        ('echo \'{"missing": [], "without": ["a", "b"]}\'', "vllm", (PASSED, "it does without a; b")),
         ("echo Segmentation fault; exit 3", "vllm", (FAILED, "the probe ended with 3: Segmentation fault")),
         ("true", "vllm", (FAILED, "the probe ended with 0: ")),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -94,6 +95,33 @@ def test_what_is_missing_is_named(engine: ModuleType) -> None:
         "nowhere: ModuleNotFoundError: No module named 'no_such_engine'",
         "an attribute: since 0.2",
     ]
+
+
+def test_what_a_connector_takes_where_it_is_there_is_looked_for(engine: ModuleType) -> None:
+    class Parent:
+        __slots__ = ("_m",)
+
+        def call(self, one: int) -> None: ...
+
+    engine.Parent, engine.made = Parent, lambda: 1  # type: ignore[attr-defined]
+    name = engine.__name__
+    targets = {f"{name}:Parent._m": None, f"{name}:Parent.call": 1, f"{name}:made": 0}
+    assert probe.probe_taken(targets) == []
+    del Parent._m
+    assert probe.probe_taken({**targets, f"{name}:Parent.call": 2, f"{name}:made": 1, f"{name}:gone.x": None}) == [
+        f"{name}:Parent._m", f"{name}:Parent.call(): too many positional arguments",
+        f"{name}:made(): too many positional arguments", f"{name}:gone.x: AttributeError: {name} has no gone",
+    ]  # fmt: skip
+
+
+def test_the_names_by_which_hints_are_read_ahead_are_looked_for() -> None:
+    """Each name that the connector uses of vLLM's manager, which no source of kvfs imports."""
+    source = (CONNECTORS / "vllm.py").read_text()
+    used = {f"TieringOffloadingManager.{name}" for name in re.findall(r"\bmanager\.(\w+)\(", source)}
+    assert len(used) == 3 and 'getattr(parent, "_m", None)' in source
+    assert used | {"_SecondaryTierFacingParent._m"} <= {target.partition(":")[2] for target in probe.TAKEN["vllm"]}
+    assert "get_server_args" in (CONNECTORS / "sglang_pools.py").read_text()
+    assert all("get_server_args" in str(probe.TAKEN[each]) for each in ("sglang", "sglang linker"))
 
 
 def test_a_call_that_cannot_be_is_one() -> None:

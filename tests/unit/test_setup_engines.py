@@ -187,6 +187,16 @@ def test_a_lock_that_stays_held_is_an_error_in_time(
     assert "another run has held it" in capsys.readouterr().err
 
 
+def test_a_place_of_its_own_has_a_lock_of_its_own(tmp_path: Path) -> None:
+    """The wheel of each clone: another clone's run is not waited for."""
+    for clone in ("one", "other"):
+        (tmp_path / clone).mkdir()
+    with environments.locked("wheel", tmp_path / "one"), environments.locked("wheel", tmp_path / "other"):
+        with pytest.raises(environments.Failure, match=r"held it for 0.1 s"):
+            with environments.locked("wheel", tmp_path / "one", 0.1):
+                pass
+
+
 @pytest.fixture
 def index() -> Iterator[str]:
     """An index that says how long its files are, and of one that it does not know it."""

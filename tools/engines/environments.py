@@ -29,7 +29,7 @@ import tempfile
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -185,25 +185,44 @@ def is_there(name: str, version: str | None = None) -> bool:
     )
 
 
-def run(*command: str | Path, timeout_s: float) -> None:
-    """Run a program that ends by the deadline, its children with it. Raises Failure with the end of its output."""
-    timeout_s = min(timeout_s, max(1.0, give_up_at - time.monotonic()))
-    with tempfile.TemporaryFile("w+") as output:
+def ended(
+    command: Sequence[str | Path],
+    timeout_s: float,
+    *,
+    environment: Mapping[str, str] | None = None,
+    directory: Path | None = None,
+    end_timeout_s: float | None = None,
+) -> tuple[int | None, str]:
+    """A program's status, None if it had not ended by then, and its output. Its children end with it. end_timeout_s: it
+    is asked to end, by SIGINT, so long before it is made to."""
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
-        )
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=directory, env=environment,
+            start_new_session=True,
+        )  # fmt: skip
         try:
-            status = process.wait(timeout_s)
-            reason = f"ended with {status}"
+            status: int | None = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            status, reason = -1, f"had not ended after {timeout_s:.0f} s"
+            status = None
+            if end_timeout_s is not None:
+                process.send_signal(signal.SIGINT)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(end_timeout_s)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        if status != 0:
-            output.seek(0)
-            raise Failure(f"{' '.join(map(str, command))[:120]}... {reason}: {output.read()[-1500:].strip()}")
+        output.seek(0)
+        return status, output.read()
+
+
+def run(*command: str | Path, timeout_s: float) -> None:
+    """Run a program that ends by the deadline, its children with it. Raises Failure with the end of its output."""
+    timeout_s = min(timeout_s, max(1.0, give_up_at - time.monotonic()))
+    status, output = ended(command, timeout_s)
+    if status != 0:
+        reason = f"ended with {status}" if status is not None else f"had not ended after {timeout_s:.0f} s"
+        raise Failure(f"{' '.join(map(str, command))[:120]}... {reason}: {output[-1500:].strip()}")
 
 
 def again(*command: str | Path, timeout_s: float) -> None:
@@ -363,10 +382,12 @@ def link(name: str) -> None:
 
 
 @contextlib.contextmanager
-def locked(name: str) -> Iterator[None]:
-    """Hold a lock against other runs. Raises Failure if another run has it for too long."""
-    with (directory() / f".{name}.lock").open("w") as file:
-        deadline = time.monotonic() + LOCK_TIMEOUT_S
+def locked(name: str, folder: Path | None = None, timeout_s: float | None = None) -> Iterator[None]:
+    """Hold a lock against other runs: of all clones, or of one with its own place for it. Raises Failure if another run
+    has it for too long."""
+    timeout_s = LOCK_TIMEOUT_S if timeout_s is None else timeout_s
+    with ((folder or directory()) / f".{name}.lock").open("w") as file:
+        deadline = time.monotonic() + timeout_s
         waiting = False
         while True:
             try:
@@ -374,7 +395,7 @@ def locked(name: str) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise Failure(f"{file.name}: another run has held it for {LOCK_TIMEOUT_S} s") from None
+                    raise Failure(f"{file.name}: another run has held it for {timeout_s:g} s") from None
                 if not waiting:
                     say(f"{name}: another run makes it: waiting")
                 waiting = True

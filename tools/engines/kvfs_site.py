@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import functools
 import hashlib
-import os
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
 from pathlib import Path
+
+from engines.environments import ended, locked
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 BUILD = REPOSITORY / "build"
@@ -34,35 +29,10 @@ def _digest(*parts: str) -> str:
     return digest.hexdigest()
 
 
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock against other runs in this tree."""
-    deadline = time.monotonic() + 2 * BUILD_TIMEOUT_S
-    with path.open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                assert time.monotonic() < deadline, f"{path}: another run has held it for {2 * BUILD_TIMEOUT_S} s"
-                time.sleep(0.2)
-        yield
-
-
 def _run(*command: str | Path) -> None:
     """A program to its end, its children too."""
-    with tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
-        )
-        try:
-            status = process.wait(BUILD_TIMEOUT_S)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        output.seek(0)
-        assert status == 0, (command, output.read()[-4000:])
+    status, output = ended(command, BUILD_TIMEOUT_S)
+    assert status == 0, (command, status, output[-4000:])
 
 
 def _copy_python() -> None:
@@ -83,7 +53,7 @@ def install_kvfs() -> Path:
     BUILD.mkdir(exist_ok=True)
     stamp = SITE / ".kvfs-sources"
     tried = "kvfs/connectors/tried.py"  # NIXL's plugin is built of it, too
-    with _locked(BUILD / ".engines-site.lock"):
+    with locked("engines-site", BUILD, 2 * BUILD_TIMEOUT_S):
         native, python = _digest("native", "setup.py", "pyproject.toml", tried), _digest("kvfs")
         before = stamp.read_text().split() if stamp.exists() else []
         if before == [native, python]:

@@ -23,13 +23,11 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import contextlib
 import dataclasses
 import datetime
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -163,29 +161,14 @@ def environment_of(python_path: Path, **more: str) -> dict[str, str]:
 
 
 def ended(command: Sequence[str | Path], environment: dict[str, str], timeout_s: float) -> tuple[int | None, str]:
-    """A program's status, None if it had not ended by then, and its output. It is asked to end before it is made to."""
-    with tempfile.TemporaryFile("w+", errors="replace") as output:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=REPOSITORY, env=environment,
-            start_new_session=True,
-        )  # fmt: skip
-        try:
-            status: int | None = process.wait(max(1.0, timeout_s))
-        except subprocess.TimeoutExpired:
-            status = None
-            process.send_signal(signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(END_TIMEOUT_S)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        output.seek(0)
-        return status, output.read()
+    """As environments.ended(), in this tree. It is asked to end before it is made to."""
+    return environments.ended(
+        command, max(1.0, timeout_s), environment=environment, directory=REPOSITORY, end_timeout_s=END_TIMEOUT_S
+    )
 
 
 def probed(interface: Interface, version: str, timeout_s: float) -> tuple[str, str]:
-    """How the probe ended, and what is missing."""
+    """How the probe ended, and what is missing. One that passed may do without something."""
     python = environments.place(interface.engine, version) / "bin/python"
     with tempfile.TemporaryDirectory() as home:
         program = REPOSITORY / "tools/engines/probe.py"
@@ -196,11 +179,13 @@ def probed(interface: Interface, version: str, timeout_s: float) -> tuple[str, s
         return FAILED, f"the probe had not ended after {timeout_s:.0f} s"
     lines = output.strip().splitlines()
     try:
-        missing = [str(each) for each in json.loads(lines[-1])["missing"]]
+        said = json.loads(lines[-1])
+        missing, without = ([str(each) for each in said.get(name, ())] for name in ("missing", "without"))
+        said["missing"]
     except (IndexError, ValueError, KeyError, TypeError):
         return FAILED, f"the probe ended with {status}: {' '.join(lines[-3:])[-300:]}"
     if not missing:
-        return PASSED, ""
+        return PASSED, f"it does without {'; '.join(without)}" if without else ""
     refused = interface.optional and missing[0].startswith("import kvfs.connectors.")
     return REFUSED if refused else FAILED, "; ".join(missing)
 
@@ -296,7 +281,8 @@ def try_all(chosen: list[Chosen], clock: Clock, drive: bool) -> list[Row]:
             row.detail = "there was no time for its drive"
             return
         limit = min(DRIVE_TIMEOUT_S, max(END_TIMEOUT_S, clock.left()))
-        row.drive, row.detail, seconds = timed(lambda: driven(by_name[row.interface], row.version, limit))
+        row.drive, detail, seconds = timed(lambda: driven(by_name[row.interface], row.version, limit))
+        row.detail = "; ".join(filter(None, (detail, row.detail)))
         row.seconds += seconds
         tell(row)
 

@@ -30,6 +30,20 @@ CONNECTORS = {
     "lmcache": ("lmcache", "lmcache_adapter", "lmcache_remote"),
     "ucm": ("ucm",),
 }
+_MANAGER = "vllm.v1.kv_offload.tiering.manager"
+# Names that a connector takes where they are there, with the number of arguments; None: it is no call. Without them it
+# refuses vLLM's hints to read ahead, or is not told the revision of SGLang's weights.
+TAKEN: dict[str, dict[str, int | None]] = {
+    "vllm": {
+        f"{_MANAGER}:_SecondaryTierFacingParent._m": None,
+        f"{_MANAGER}:TieringOffloadingManager.on_new_request": 1,
+        f"{_MANAGER}:TieringOffloadingManager.lookup": 2,
+        f"{_MANAGER}:TieringOffloadingManager.on_request_finished": 1,
+        "vllm.v1.kv_offload.base:ReqContext.set_offload_key_position": 2,
+    },
+    "sglang": {"sglang.srt.runtime_context:get_server_args": 0},
+    "sglang linker": {"sglang.srt.runtime_context:get_server_args": 0},
+}
 
 
 class Finding:
@@ -144,6 +158,22 @@ def probe_connector(interface: str, connectors: Path, finding: Finding) -> None:
             finding.look(f"{own_name} is abstract", not abstract, ", ".join(abstract))
             for method, why in overridden(own, base):
                 finding.look(f"{own_name}.{method}() as {target} has it", not why, why)
+
+
+def probe_taken(targets: dict[str, int | None]) -> list[str]:
+    """Those that are not there, or cannot be called so. The connector works without them."""
+    finding = Finding()
+    for target, count in targets.items():
+        owner, attribute = _split(target)
+        there = finding.attempt(target, found, owner)
+        if there is None:
+            continue
+        if attribute and not has(there, attribute):
+            finding.look(target, False)
+        elif count is not None:
+            why = takes(getattr(there, attribute, None) if attribute else there, count + bool(attribute), ())
+            finding.look(f"{target}()", not why, why)
+    return finding.missing
 
 
 def _split(target: str) -> tuple[str, str]:
@@ -266,7 +296,8 @@ def main() -> None:
     elif interface == "mooncake":
         probe_mooncake(finding)
     missing = list(dict.fromkeys(finding.missing))
-    print("\n" + json.dumps({"looked_for": finding.looked_for, "missing": missing}))
+    without = probe_taken(TAKEN.get(interface, {}))
+    print("\n" + json.dumps({"looked_for": finding.looked_for, "missing": missing, "without": without}))
 
 
 if __name__ == "__main__":

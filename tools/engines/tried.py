@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import re
+import runpy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +65,7 @@ def module(versions: dict[str, tuple[str, ...]], date: datetime.date) -> str:
     lines = [
         '"""Versions of each engine that kvfs passed with. `tools/engine-matrix --write` writes this file.',
         "",
-        "One line an engine: native/shims/nixl/Makefile takes NIXL's out of here.",
+        "One line for each engine: native/shims/nixl/Makefile takes NIXL's out of here.",
         '"""',
         "",
         f'DATE = "{date.isoformat()}"',
@@ -101,13 +102,23 @@ def in_page(page: str) -> tuple[str, dict[str, tuple[str, ...]]]:
     return date[1], passed(rows)
 
 
+def listed(repository: Path) -> dict[str, tuple[str, ...]]:
+    """The list as it is; nothing where there is none yet."""
+    path = repository / LIST
+    return dict(runpy.run_path(str(path))["VERSIONS"]) if path.exists() else {}
+
+
 def write(repository: Path, rows: Sequence[Row], date: datetime.date) -> None:
-    """Write the list and the table. Raises Refused if a version was left out for want of time, or one failed an engine
-    whole: the list would lose what it had."""
+    """Write the list and the table. Raises Refused where the list would lose what it had. Then a version was left out
+    for want of time, one of the list was not tried, or no version of an engine has passed."""
     late = [row for row in rows if "there was no time" in row.detail]
     if late:
         raise Refused(f"{LIST} is not written: there was no time for {late[0].interface} {late[0].version}; --minutes")
-    versions = passed(rows)
+    versions, before = passed(rows), listed(repository)
+    not_tried = [row for row in rows if row.probe == NOT_TRIED or (row.probe, row.drive) == (PASSED, NOT_TRIED)]
+    if lost := [row for row in not_tried if row.version in before.get(row.interface, ())]:
+        named = f"{lost[0].interface} {lost[0].version}"
+        raise Refused(f"{LIST} is not written: {named} is in it, and was not tried: {lost[0].detail[:REASON_MOST]}")
     if without := [interface for interface, those in versions.items() if not those]:
         raise Refused(f"{LIST} is not written: no version of {without[0]} has passed")
     page = repository / PAGE
