@@ -178,6 +178,42 @@ static void test_hostile_answers(void) {
     printf("ok answers that are late, none, or lies\n");
 }
 
+struct looker {
+    struct kvfs_client *client;
+    atomic_bool looks, answered;
+};
+
+/* As a call does that looks for a daemon: others that need one wait for it. */
+static void *look_for_a_daemon(void *argument) {
+    struct looker *looker = argument;
+    pthread_mutex_lock(&looker->client->lock);
+    atomic_store(&looker->looks, true);
+    for (uint64_t until = milliseconds() + 10000 * slowness(); !atomic_load(&looker->answered);) {
+        CHECK(milliseconds() < until);
+        usleep(1000);
+    }
+    pthread_mutex_unlock(&looker->client->lock);
+    return NULL;
+}
+
+static void test_nobody_waits_for_who_looks_for_a_daemon(void) {
+    struct batch *b;
+    for (uint32_t unclaims = 0; unclaims < 2; unclaims++) {
+        struct kvfs_client *client = begin(&b, 30000);
+        struct looker looker = {.client = client};
+        pthread_t thread;
+        CHECK(pthread_create(&thread, NULL, look_for_a_daemon, &looker) == 0);
+        while (!atomic_load(&looker.looks))
+            usleep(100);
+        CHECK((unclaims ? kvfs_unclaim(client, &b->keys) : kvfs_claim(client, &b->keys, MINUTE)) == 0); /* the client's first */
+        atomic_store(&looker.answered, true);
+        CHECK(pthread_join(thread, NULL) == 0);
+        CHECK(kvfs_claim(client, &b->keys, MINUTE) == COUNT && kvfs_unclaim(client, &b->keys) == COUNT);
+        end(client, b);
+    }
+    printf("ok a claim does not wait for a call that looks for a daemon\n");
+}
+
 struct worker {
     struct kvfs_client *client;
     struct batch *b;
@@ -220,6 +256,7 @@ int main(void) {
     test_keys_that_come_back_before_the_answer();
     test_many();
     test_hostile_answers();
+    test_nobody_waits_for_who_looks_for_a_daemon();
     test_threads();
     devices_close();
     return 0;

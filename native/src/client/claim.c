@@ -154,17 +154,21 @@ static void claims_settle(struct kvfs_client *client, struct claims *claims, str
 
 /* ---- claiming ---- */
 
+/* Without client->lock, which somebody who looks for a daemon holds for a deadline: a claim does not wait. NULL: no memory. */
 static struct claims *claims_of(struct kvfs_client *client) {
-    pthread_mutex_lock(&client->lock);
-    if (!client->claims && (client->claims = calloc(1, sizeof(struct claims))))
-        pthread_mutex_init(&client->claims->lock, NULL);
-    struct claims *claims = client->claims;
-    pthread_mutex_unlock(&client->lock);
-    return claims;
+    struct claims *claims = atomic_load(&client->claims), *none = NULL;
+    if (claims || !(claims = calloc(1, sizeof(*claims))))
+        return claims;
+    pthread_mutex_init(&claims->lock, NULL);
+    if (atomic_compare_exchange_strong(&client->claims, &none, claims))
+        return claims;
+    pthread_mutex_destroy(&claims->lock); /* another thread was first */
+    free(claims);
+    return none;
 }
 
 void claims_free(struct kvfs_client *client) {
-    struct claims *claims = client->claims;
+    struct claims *claims = atomic_load(&client->claims);
     if (!claims)
         return;
     for (struct claim_list *list = &claims->unanswered; list; list = list == &claims->unanswered ? &claims->granted : NULL)

@@ -159,10 +159,10 @@ struct kvfs_client {
     enum way way;                       /* with `ask`: of whoever connects, with `lock` once there is a connection */
     struct ask *ask;                    /* the last one */
     struct stage *stage;
-    struct claims *claims;    /* client/claim.c; NULL: there was none yet. Set with `lock` */
-    pthread_t watcher;        /* client/watch.c */
-    int watch_fds[2];         /* a pair of sockets; a byte from the second: the end. -1: there is no watcher */
-    uint64_t watch_inodes[2]; /* theirs */
+    _Atomic(struct claims *) claims; /* client/claim.c; NULL: there was none yet. Set once, without `lock` */
+    pthread_t watcher;               /* client/watch.c */
+    int watch_fds[2];                /* a pair of sockets; a byte from the second: the end. -1: there is no watcher */
+    uint64_t watch_inodes[2];        /* theirs */
     atomic_bool closing;
     atomic_ullong count[CLIENT_COUNTERS]; /* as struct kvfs_client_statistics has them; the last, `busy`, is not counted here */
 };
@@ -184,7 +184,8 @@ int wire_send_all(int fd, const void *head, uint64_t head_size, const void *data
 int wire_receive_all(int fd, void *data, uint64_t size, uint64_t deadline_ns, int *fds, uint32_t *fd_count);
 /* Is the daemon still there? Receives what it has sent meanwhile. Never waits. */
 void connection_poll(struct connection *connection);
-/* One request. It belongs to its asker, which waits for the answer in any case. Any number may be under way, from any threads. */
+/* One request. Until it is done it is the connection's, and its memory stays: the asker waits for that, or looks later whether it is
+ * (wire_send_at_once). Any number may be under way, from any threads. */
 struct wire_pending {
     struct wire_pending *next;
     uint32_t id;
