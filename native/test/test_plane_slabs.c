@@ -291,6 +291,55 @@ static void test_a_file_that_grew_meanwhile_becomes_no_slab(void) {
     printf("ok a file that grew while a slab was made for it becomes none\n");
 }
 
+/* ---- devices that change ---- */
+
+static void *uses_change(void *over) {
+    while (!atomic_load((atomic_bool *)over))
+        for (uint32_t i = 0; i < DEVICES; i++)
+            atomic_fetch_add(&plane->array.devices[i].uses, 1);
+    return NULL;
+}
+
+/* A device is another between a part's making and its start: it is refused in ring_io() itself, which calls back before it returns. */
+static void test_io_that_is_refused_as_it_begins(void) {
+    const struct kvfs_run run = {.generation = 7, .segment = 6, .page = 16, .page_count = 1000};
+    const uint64_t size = 1 << 20, slab_size = 1000 * PAGE;
+    uint8_t *data = pattern(size, 955), *model = calloc(1, slab_size);
+    CHECK(model);
+    memcpy(model, data, size);
+    uint64_t fh, slab_fh, block = create("changing", &fh), slab = create("changing-slab", &slab_fh);
+    uint32_t refused = 0;
+    int error;
+    CHECK(write_at(block, fh, 0, data, (uint32_t)size) == 0 && flush_and_seal(block, fh, "changing") == 0);
+    release(block, fh);
+    fh = open_read(block, &error);
+    CHECK(error == 0 && kvfs_slab_extend(plane, slab, slab_size, 0, &run, 1) == 0);
+    CHECK(write_at(slab, slab_fh, 0, data, (uint32_t)size) == 0);
+    atomic_bool over = false;
+    pthread_t thread;
+    CHECK(pthread_create(&thread, NULL, uses_change, &over) == 0);
+    for (uint64_t began = now_ns(), i = 0; i < 2000 || (refused < 20 && now_ns() - began < 20000000000ull); i++) {
+        bool of_slab = i % 2;
+        error = read_check(of_slab ? slab : block, of_slab ? slab_fh : fh, i % 16 * 65536, 65536 * (1 + i % 3), model, of_slab ? slab_size : size);
+        CHECK(error == 0 || error == -EIO);
+        refused += error != 0;
+    }
+    atomic_store(&over, true);
+    CHECK(pthread_join(thread, NULL) == 0);
+    CHECK(refused > 0);
+    read_all(block, fh, data, size);
+    read_all(slab, slab_fh, model, slab_size);
+    release(block, fh);
+    CHECK(kvfs_inode_remove(plane, slab) == 1);
+    release(slab, slab_fh);
+    slab_event(KVFS_EVENT_IDLE, slab);
+    CHECK(kvfs_inode_remove(plane, slab) == 0);
+    slab_event(KVFS_EVENT_SLAB_FREE, slab);
+    free(model);
+    free(data);
+    printf("ok I/O that a device refuses as it begins is answered\n");
+}
+
 /* ---- without memory ---- */
 
 /* The Makefile links calls of malloc, calloc and realloc to these. */
@@ -362,6 +411,7 @@ int main(void) {
     test_slab_writes_beside_changes();
     test_a_slow_write_to_what_is_a_slab_by_then();
     test_a_file_that_grew_meanwhile_becomes_no_slab();
+    test_io_that_is_refused_as_it_begins();
     test_a_parked_write_is_answered_without_memory();
     test_a_write_does_not_wait_for_an_event_that_was_lost();
     plane_end();

@@ -331,6 +331,32 @@ static void test_errors_and_retries(void) {
     world_end();
 }
 
+static struct wait other_wait;
+
+static void refused_done(struct io_group *group, bool reaped) {
+    struct wait *wait = group->owner;
+    CHECK(!reaped && wait->left == 1 && group->result == -ETIMEDOUT);
+    wait->left--;
+    CHECK(ring.until_ns == 0 && ring.start_by_ns == 0);
+    add(&other_wait, false, 1, UNIT);
+}
+
+/* A callback before ring_io() returns: I/O that it begins is another's, without the deadlines of the refused one. */
+static void test_a_refusal_in_the_same_call(void) {
+    struct wait wait = {.left = 1};
+    world_start(1, 5000 * slowness());
+    const uint64_t until = now_ns() + 1000 * MS;
+    ring.until_ns = until;
+    ring.start_by_ns = 1; /* long ago */
+    CHECK(ring_io(&ring, true, 0, 0, &(struct iovec){memory, UNIT}, 1, NULL, 0, refused_done, &wait) == 0);
+    CHECK(wait.left == 0 && ring.until_ns == until && ring.start_by_ns == 1);
+    ring.until_ns = ring.start_by_ns = 0;
+    CHECK(starts == 1 && kept[0][0]->group->start_by_ns == 0 && kept[0][0]->group->patience_ns == 5000 * slowness() * MS);
+    answer_all(0, 0);
+    CHECK(other_wait.left == 0 && other_wait.result == 0);
+    world_end();
+}
+
 int main(void) {
     slowness();
     RUN(test_a_steady_device_misses_no_deadline);
@@ -342,5 +368,6 @@ int main(void) {
     RUN(test_the_oldest_goes_on);
     RUN(test_what_waits_for_a_device_that_changes);
     RUN(test_errors_and_retries);
+    RUN(test_a_refusal_in_the_same_call);
     return 0;
 }

@@ -20,11 +20,13 @@ static void fetch_ready(struct fetch *fetch) {
 static int fetch_io(struct fetch *fetch, uint32_t segment, uint32_t page, const struct iovec *iovs, uint32_t count) {
     struct ring *ring = &fetch->lane->ring;
     ring->until_ns = fetch->until_ns;
+    fetch->groups_left++; /* counted first: the callback may come before ring_io() returns */
+    fetch->groups_held++;
     int r = ring_io(ring, false, segment, page, iovs, count, NULL, 0, group_done, fetch);
     ring->until_ns = 0;
-    if (r == 0) {
-        fetch->groups_left++;
-        fetch->groups_held++;
+    if (r < 0) {
+        fetch->groups_left--;
+        fetch->groups_held--;
     }
     return r == -ERANGE ? -EIO : r; /* no such place */
 }

@@ -60,12 +60,14 @@ static int item_io(struct put_item *item, const struct wire_run *run, uint32_t p
     struct ring *ring = &item->lane->ring;
     /* A write that begins later might meet another's block: the daemon takes the place back then. */
     ring->start_by_ns = item->window->requested_ns + item->lane->connection->reservation_ms * 1000000ull;
+    item->groups_left++; /* counted first: the callback may come before ring_io() returns */
+    item->groups_held++;
     int r = ring_io(ring, true, run->segment, page, iovs, count, NULL, 0, write_done, item);
     ring->start_by_ns = 0;
-    if (r == 0) {
-        item->groups_left++;
-        item->groups_held++;
-        item->begun = true;
+    item->begun |= r == 0;
+    if (r < 0) {
+        item->groups_left--;
+        item->groups_held--;
     }
     return r;
 }

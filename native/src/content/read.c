@@ -91,11 +91,13 @@ static int read_io(struct request *request, uint32_t segment, uint32_t page, con
     ring->until_ns = request->until_ns;
     if (request->direct) /* a guest that is reset has its pages back after two deadlines */
         ring->start_by_ns = request->arrived_ns + ring->array->io_timeout_ms * 1000000ull;
+    request->groups_left++; /* counted first: the callback may come before ring_io() returns */
+    request->groups_held++;
     int r = ring_io(ring, false, segment, page, iovs, count, request->slots, request->slot_count, read_part_done, request);
     ring->until_ns = ring->start_by_ns = 0;
-    if (r == 0) {
-        request->groups_left++;
-        request->groups_held++;
+    if (r < 0) {
+        request->groups_left--;
+        request->groups_held--;
     }
     return r;
 }

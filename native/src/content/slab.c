@@ -52,11 +52,13 @@ static int slab_io(struct request *request, uint64_t page, const struct iovec *i
     struct ring *ring = &request->io->ring;
     uint32_t segment, at = slab_locate(request->slab, page, &segment);
     ring->until_ns = request->until_ns;
+    request->groups_left++; /* counted first: the callback may come before ring_io() returns */
+    request->groups_held++;
     int r = ring_io(ring, request->write, segment, at, iovs, count, request->slots, request->slot_count, slab_io_done, request);
     ring->until_ns = 0;
-    if (r == 0) {
-        request->groups_left++;
-        request->groups_held++;
+    if (r < 0) {
+        request->groups_left--;
+        request->groups_held--;
     }
     return r;
 }

@@ -4,6 +4,7 @@
 struct blocking {
     uint32_t left;
     int result;
+    uint64_t until_ns; /* the ring's, which is another while ring_io() calls back */
 };
 
 static void blocking_done(struct io_group *group, bool reaped) {
@@ -11,7 +12,7 @@ static void blocking_done(struct io_group *group, bool reaped) {
         return; /* the waiter went on at the deadline; the group has held the slots */
     struct blocking *wait = group->owner;
     if (!group->result) {
-        ring_renew(group->ring, &group->ring->until_ns);
+        ring_renew(group->ring, &wait->until_ns);
     } else if (!wait->result) {
         wait->result = group->result;
         ring_drop(group->ring, wait);
@@ -21,7 +22,7 @@ static void blocking_done(struct io_group *group, bool reaped) {
 
 int blocking_io(struct ring *ring, bool write, uint32_t segment, uint32_t page, const struct iovec *iovs, uint32_t iov_count,
                 struct slot *const *slots, uint32_t slot_count) {
-    struct blocking wait = {0, 0};
+    struct blocking wait = {.until_ns = ring->until_ns};
     struct iovec part[8];
     uint32_t at = 0;
     uint64_t inside = 0;
@@ -37,6 +38,7 @@ int blocking_io(struct ring *ring, bool write, uint32_t segment, uint32_t page, 
                 at++, inside = 0;
         }
         wait.left++;
+        ring->until_ns = wait.until_ns;
         int r = ring_io(ring, write, segment, page, part, count, slots, slot_count > 8 ? 8 : slot_count, blocking_done, &wait);
         if (r < 0) {
             wait.left--;
@@ -52,5 +54,6 @@ int blocking_io(struct ring *ring, bool write, uint32_t segment, uint32_t page, 
         if (wait.left)
             ring_wait(ring, 1000000000);
     }
+    ring->until_ns = wait.until_ns;
     return wait.result;
 }

@@ -389,8 +389,12 @@ int ring_io(struct ring *ring, bool write, uint32_t segment, uint32_t page, cons
         ring->in_flight++;
         turns_add(ring, part);
     }
+    const uint64_t until_ns = ring->until_ns, start_by_ns = ring->start_by_ns;
+    ring->until_ns = ring->start_by_ns = 0; /* callbacks may begin I/O of others, and these are of this I/O */
     for (uint32_t i = 0; i < count; i++)
         parts_begin(ring, devices[i]);
+    ring->until_ns = until_ns;
+    ring->start_by_ns = start_by_ns;
     return 0;
 }
 

@@ -120,7 +120,8 @@ int ring_init(struct ring *ring, struct kvfs_array *array, unsigned entries);
 int ring_init_wide(struct ring *ring, struct kvfs_array *array, unsigned entries); /* with SQEs of 128 bytes, where the kernel has them (5.19) */
 void ring_free(struct ring *ring);
 /* Read or write pages [page, page + sum of iovs) of a segment. -ENOMEM, -E2BIG (more than a group holds). Nothing is submitted yet. Groups of one owner
- * begin in the order of these calls. */
+ * begin in the order of these calls. The callback may come before the return of 0: a part may be refused as it begins, and its owner counts the group
+ * before this call. After an error no callback comes. */
 int ring_io(struct ring *ring, bool write, uint32_t segment, uint32_t page, const struct iovec *iovs, uint32_t iov_count, struct slot *const *slots,
             uint32_t slot_count, io_callback callback, void *owner);
 void ring_submit(struct ring *ring);

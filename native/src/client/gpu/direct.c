@@ -479,12 +479,17 @@ struct direct_look *direct_look_start(struct lane *lane, const struct desc *desc
             look->pages[look->count++] = (struct direct_look_page){look, segment, generation, look->memory + k * PAGE};
     }
     for (uint32_t i = 0; i < look->count && !look->error; i++) {
+        look->left++; /* counted first: the callback may come before ring_io() returns */
+        look->held++;
+        lane->active_count++;
         int r = ring_io(&lane->ring, false, look->pages[i].segment, 0, &(struct iovec){look->pages[i].page, PAGE}, 1, NULL, 0, look_done,
                         &look->pages[i]);
-        look->error = r < 0 ? r : 0;
-        look->left += r == 0;
-        look->held += r == 0;
-        lane->active_count += r == 0;
+        if (r < 0) {
+            look->error = r;
+            look->left--;
+            look->held--;
+            lane->active_count--;
+        }
     }
     return look;
 }
