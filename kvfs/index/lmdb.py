@@ -45,9 +45,9 @@ log = logging.getLogger(__name__)
 # Address space, not memory or disk: LMDB's file grows as it is used. 256 GiB hold some 500 million inodes.
 MAP_SIZE = 256 << 30
 _LMDB_PAGE = 4096
-# LMDB does not write the last pages that a transaction took and freed again, though its meta page counts them. Up to 11
-# were seen, and LMDB names no bound. At least half of the hole, 2,048 pages, is there after each commit, and a hole costs
-# no disk.
+# LMDB does not write the last pages that a transaction took and freed again, though its meta page counts them. Up to
+# 11 were seen, and LMDB names no bound. At least half of the hole, 2,048 pages, is there after each commit; a hole
+# costs no disk.
 _HOLE = 16 << 20
 _LMDB_MAGIC = 0xBEEFC0DE
 _U64 = struct.Struct(">Q")
