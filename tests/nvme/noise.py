@@ -5,8 +5,9 @@ import time
 
 
 class Noise(threading.Thread):
-    """How late a thread of this process wakes up from a sleep. A read that ends at its deadline ends by such a wake-up,
-    so what comes on top of the deadline then is the machine's.
+    """How late a thread of this process wakes up from a sleep. A read that ends at its deadline ends by such wake-ups,
+    of the daemon's threads and of its reader, one after the other, and each may be late. So what comes on top of the
+    deadline then is the machine's, as far as all such delays of its time together.
     """
 
     STEP_S = 0.002
@@ -23,10 +24,10 @@ class Noise(threading.Thread):
             if (late := ended - began - self.STEP_S) > self.STEP_S:
                 self.late.append((began, ended, late))
 
-    def worst_s(self, began, ended):
-        """The longest such delay between two times."""
-        return max((late for start, end, late in self.late if start < ended and end > began), default=0.0)
+    def total_s(self, began, ended):
+        """All such delays between two times, together."""
+        return sum(late for start, end, late in self.late if start < ended and end > began)
 
     def beyond(self, deadline_s, calls):
-        """Of calls (began, ended): by how much the worst took longer than the deadline and the machine's delay then."""
-        return max((ended - began - deadline_s - self.worst_s(began, ended) for began, ended in calls), default=0.0)
+        """Of calls (began, ended): by how much the worst took longer than the deadline and the machine's delays."""
+        return max((ended - began - deadline_s - self.total_s(began, ended) for began, ended in calls), default=0.0)

@@ -92,6 +92,14 @@ def use(pid):
     return descriptors(pid), resident_mib(pid)
 
 
+def test_all_delays_of_the_time_of_a_call_are_the_machine_s():
+    noise = Noise()
+    noise.late = [(0.0, 0.9, 0.9), (1.0, 1.4, 0.4), (1.6, 1.9, 0.3), (2.0, 2.4, 0.4), (3.0, 3.5, 0.5)]
+    assert noise.beyond(DEADLINE_S, [(1.1, 2.9)]) == pytest.approx(1.8 - DEADLINE_S - 1.1)
+    assert noise.beyond(DEADLINE_S, [(1.1, 2.9), (4.0, 5.0)]) == pytest.approx(1.0 - DEADLINE_S)
+    assert noise.beyond(DEADLINE_S, []) == 0.0
+
+
 @pytest.mark.timeout(240 + FAULT_COUNT)
 def test_faults_in_random_order_under_load_never_give_wrong_bytes():
     print(f"KVFS_NVME_FAULTS={FAULT_COUNT} KVFS_NVME_SEED={SEED}")
@@ -144,13 +152,13 @@ def test_faults_in_random_order_under_load_never_give_wrong_bytes():
             print(f"{hits.total()} hits: {dict(hits)}")
             print(f"{good()} reads, {sum(load.failed for load in loads)} failed, the longest"
                   f" {max((ended - began for began, ended in longest), default=0):.2f} s, {beyond * 1000:.0f} ms over"
-                  f" the deadline and the machine's delay; devices were out of service for"
+                  f" the deadline and the machine's delays; devices were out of service for"
                   f" {100 * outages.total() / (turns * ENCLOSURES):.0f}% of the time")  # fmt: skip
             print("hits, then descriptors and MiB of the daemon, of this process:", *uses)
             assert not any(load.wrong for load in loads)
             assert hits.total() >= FAULT_COUNT // ENCLOSURES * ENCLOSURES
             assert set(hits) == set(FAULTS) or FAULT_COUNT < 1000
-            assert beyond <= 0.3
+            assert beyond <= 0.3 * slowness()
             for which in (1, 2):
                 growth = uses[-1][which][1] - uses[0][which][1]
                 assert growth < (600 if SANITIZED else 32)  # a sanitizer keeps what is freed

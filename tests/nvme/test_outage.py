@@ -16,7 +16,7 @@ import time
 
 import pytest
 from enclosure import Enclosure
-from helpers import MIB, Pool, slow, wait_until
+from helpers import MIB, Pool, slow, slowness, wait_until
 from load import DEADLINE_MS, DEADLINE_S, files, running, states, urls
 from noise import Noise
 
@@ -238,9 +238,9 @@ def test_one_enclosure_of_four_is_lost_and_comes_back(how):
               f" {sum(engine.missed for engine in engines)} misses, {sum(engine.stored for engine in engines)} stored,"
               f" {sum(engine.refused for engine in engines)} refused")  # fmt: skip
         print(f"{len(calls)} reads, the longest {max(ended - began for began, ended in calls):.3f} s,"
-              f" {beyond * 1000:.0f} ms over the deadline and the machine's delay; that at worst"
-              f" {max(late for *_, late in noise.late) * 1000:.0f} ms")  # fmt: skip
-        assert beyond <= 0.5
+              f" {beyond * 1000:.0f} ms over the deadline and the machine's delays; one at worst"
+              f" {max((late for *_, late in noise.late), default=0) * 1000:.0f} ms")  # fmt: skip
+        assert beyond <= 0.5 * slowness()
         recovered = windows[RECOVERY_S:]
         assert statistics.median(both for both, _ in recovered) >= SHARE * total * devices_share
         assert statistics.median(remain for _, remain in recovered) >= SHARE * total * devices_share * blocks_share
