@@ -569,6 +569,13 @@ def write_file(
         os.close(descriptor)
 
 
+def tell(path: pathlib.Path, text: str) -> None:
+    """Write a file that another process waits for: as soon as it is there it is whole."""
+    unseen = path.with_name(f".{path.name}.new")
+    unseen.write_text(text)
+    unseen.rename(path)
+
+
 def read_file(path: str | os.PathLike[str]) -> bytes:
     with open(path, "rb", buffering=0) as file:
         return file.readall()

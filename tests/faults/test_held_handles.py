@@ -6,7 +6,7 @@ import os
 import signal
 
 import pytest
-from helpers import KIB, content, wait_until
+from helpers import KIB, content, tell, wait_until
 from test_held_mounts import HeldPool, in_thread, meanwhile, pool  # noqa: F401
 
 
@@ -67,7 +67,7 @@ def test_a_file_that_loses_its_name_after_the_take_over_reads_on_until_it_is_clo
             for _ in range(2):
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
                 seen.append(os.pread(fd, len(data), 0) == data)
-        (pool.base / "seen").write_text(str(seen))
+        tell(pool.base / "seen", str(seen))
         wait_until((pool.base / "close").exists, "the step that closes")
         for fd in found:  # type: ignore[attr-defined]
             os.close(fd)
