@@ -439,8 +439,12 @@ def _umount(args: argparse.Namespace) -> int:
         note(f"{here}; the pool is still exported ({', '.join(exports)}): {ends}")
     if kept:
         note(f"{here}; the pool is still mounted: {describe(kept)}: {ends}")
-    if clean and watch is not None:
-        clean = _has_ended(watch, here) if args.lazy else _wait_for_end(watch, args.target)
+    if args.lazy and watch is not None and seen and not exports:
+        clean = _has_ended(watch, here)
+        if clean:  # whoever kept it has gone, as a process that had a copy of all mounts for a moment
+            kept = []
+    elif clean and watch is not None:
+        clean = _wait_for_end(watch, args.target)
     document = {"mountpoint": present.mountpoint, "pool": present.source, "clean": clean, "exports": exports}
     emit(args, {**document, "held_by": _held_by(kept)})
     return 0

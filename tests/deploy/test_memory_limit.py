@@ -114,7 +114,7 @@ def test_a_daemon_in_128_mib_serves_writers_and_readers(group: Group) -> None:
         for thread in threads:
             thread.join()
         assert not failures and group.killed() == 0
-        pool.command("umount", str(pool.mount))
+        pool.umount()
         checked = group.kvfs("fsck", str(pool.path), "--verify-data")
         assert checked.returncode == 0 and "432M read and right" in checked.stdout, checked.stderr
         assert group.killed() == 0

@@ -51,8 +51,10 @@ def test_an_unmount_from_outside_waits_for_the_daemon_of_a_container(unmounted: 
         number = pool.pid()  # in its own namespace
         assert boxed.pid != number and not is_kvfs(number), "another process's here, or none's"
         document, _ = umount(getattr(pool, target))
-        assert document["clean"] is True
-        assert boxed.process.wait(5 * slowness()) == 0 and not is_mounted(pool)
+        # Another lane's process may have a copy of all mounts just then: the daemon goes on as long.
+        strangers = document.get("held_by", [])
+        assert document["clean"] is not bool(strangers)
+        assert boxed.process.wait((60 if strangers else 5) * slowness()) == 0 and not is_mounted(pool)
     remount_and_check(pool)
 
 

@@ -173,7 +173,7 @@ def test_probes_tell_what_lacks_and_the_log_is_json() -> None:
         lines = [json.loads(line) for line in (pool.path / "kvfs.log").read_text().splitlines()]
         assert {"time", "level", "logger", "message"} == set(lines[0])
         assert any(line["message"].startswith(f"pool {pool.path} mounted at") for line in lines)
-        pool.command("umount", str(pool.mount))
+        pool.umount()
         device.rename(pool.base / "away")
         pool.command("mount", str(pool.path), str(pool.mount), *words)
         assert probe(port, "/healthz") == (200, "ok\n")

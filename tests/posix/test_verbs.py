@@ -427,13 +427,13 @@ def test_mount_says_in_a_line_what_it_did_and_json_has_the_same() -> None:
         assert " free of " in line and ", I/O by " in line
         assert line.endswith(f", 0 blocks, pid {pid}, log {pool.path}/kvfs.log\n")
         write_file(pool.mount / "block", content(SIZE))
-        pool.command("umount", str(pool.mount))
+        pool.umount()
         (pool.path / "devices" / "2").rename(pool.path / "away")
         found = json.loads(pool.command("mount", str(pool.path), str(pool.mount), "-o", "json").stdout)
         assert found["devices"] == 3 and found["devices_away"] == 1 and 0 < found["free"] < found["size"]
         assert found["pool"] == str(pool.path) and found["mountpoint"] == str(pool.mount) and found["exports"] == []
         assert found["log"] == f"{pool.path}/kvfs.log" and found["pid"] > 0 and found["rings"]
-        pool.command("umount", str(pool.mount))
+        pool.umount()
         (pool.path / "away").rename(pool.path / "devices" / "2")
 
 

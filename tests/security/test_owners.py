@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import helpers
 import pytest
-from helpers import MIB, CommandError, Pool, assert_same, content, read_file, wait_until, write_file
+from helpers import MIB, CommandError, Pool, assert_same, content, process_alive, read_file, wait_until, write_file
 
 from kvfs.pool import owner
 from kvfs.pool.config import load
@@ -43,7 +43,9 @@ class Directory:
         return self.pool.command("mount", str(self.path), str(self.mount), *extra).stderr
 
     def umount(self) -> None:
+        pid = int((self.path / "kvfs.pid").read_text())
         self.pool.command("umount", str(self.mount))
+        wait_until(lambda: not process_alive(pid), f"the end of daemon {pid} after umount")
 
 
 @pytest.fixture
@@ -202,7 +204,7 @@ def test_a_daemon_whose_devices_are_taken_stops_at_once_and_writes_nothing_more(
     pool = own_pool(files=2, size="64M")
     data = content(MIB)
     write_file(pool.mount / "before", data)
-    pool.command("umount", str(pool.mount))
+    pool.umount()
     pool.start()
     pid, epoch = pool.pid(), pool.status()["pool"]["epoch"]
     with helpers.opened(pool.mount / "unsealed", os.O_CREAT | os.O_WRONLY) as descriptor:
