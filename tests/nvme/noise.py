@@ -5,9 +5,9 @@ import time
 
 
 class Noise(threading.Thread):
-    """How late a thread of this process wakes up from a sleep. A read that ends at its deadline ends by such wake-ups,
-    of the daemon's threads and of its reader, one after the other, and each may be late. So what comes on top of the
-    deadline then is the machine's, as far as all such delays of its time together.
+    """How late a thread of this process wakes up from a sleep. A read that ends at its deadline ends by several such
+    wake-ups, one after the other, and each may be late. So what comes on top of the deadline is the machine's, as far
+    as all delays of that time together.
     """
 
     STEP_S = 0.002
