@@ -55,7 +55,7 @@ def who(process: subprocess.Popen[bytes], pool: Pool) -> str:
 
 
 def told(text: str, *ours: int) -> str:
-    """The text without holders that are none of ours. Another lane's process may have a copy of all mounts just then."""
+    """The text without holders that are none of ours: another lane's process may have a copy of all mounts."""
     pids = "|".join(map(str, ours))
     stranger = rf"pid (?!(?:{pids}) \()\d+ \([^)]*\) in another mount namespace, at [^\s:;,]+"
     return re.sub(rf", {stranger}|{stranger}, ", "", text)
