@@ -70,6 +70,7 @@ class Scale:
     replay_requests: int  # of a trace, in a round
     replay_block: int
     settle_s: float  # until the daemon has done its delayed work
+    busy: int = 0  # processes beside that only compute
 
 
 FULL = Scale(

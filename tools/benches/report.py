@@ -74,6 +74,7 @@ def render_markdown(document: Mapping[str, object]) -> str:
     lines = [
         f"{document['date']}; {host['cores']} cores ({host['cpu']}), {number_at(host, 'memory') / GIB:.0f} GiB, "
         f"kernel {host['kernel']}; medians (min-max) of {scale['rounds']} interleaved rounds"
+        f"{f', beside {busy} that only compute' if (busy := scale['busy']) else ''}"
         f"{'; toy sizes (--quick)' if document['quick'] else ''}.",
         "",
         "| case | devices | what | score | target | | kvfs | peer |",

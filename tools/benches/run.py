@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -32,6 +34,8 @@ from benches.session import Bench
 from kvfs.errors import KvfsError, UsageError
 from kvfs.units import parse_size
 
+BUSY_MAX = 256
+
 
 def run_cases(bench: Bench, cases: Sequence[str], devices: Sequence[str], base: Path) -> None:
     """The cases on each kind of devices, in the order of CASES; `million` on larger devices of its own."""
@@ -51,6 +55,16 @@ def run_cases(bench: Bench, cases: Sequence[str], devices: Sequence[str], base: 
                     bench.guarded(name, kind, functools.partial(CASES[name].run, rig))
             finally:
                 rig.close()
+
+
+@contextlib.contextmanager
+def computing(count: int) -> Iterator[None]:
+    """Processes that only compute, as an engine does."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(count):
+            process = stack.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+            stack.callback(process.kill)
+        yield
 
 
 def chosen(text: str, known: Sequence[str], what: str) -> list[str]:
@@ -80,6 +94,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--only", metavar="CASE,...", help=f"cases: {', '.join(CASES)} (default: all but million)")
     parser.add_argument("--devices", metavar="KIND,...", default=",".join(BOTH), help="zram, files (default: both)")
     parser.add_argument("--rounds", type=int, metavar="N", help=f"default {FULL.rounds}, with --quick {QUICK.rounds}")
+    parser.add_argument("--busy", type=int, metavar="N", default=0, help="beside N processes that only compute")
     parser.add_argument("--quick", action="store_true", help="toy sizes: does everything still work?")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the JSON document there")
     parser.add_argument(
@@ -143,6 +158,9 @@ def _main(arguments: argparse.Namespace) -> int:
         if arguments.rounds < 1:
             raise UsageError("--rounds: at least 1")
         scale = replace(scale, rounds=arguments.rounds)
+    if not 0 <= arguments.busy <= BUSY_MAX:
+        raise UsageError(f"--busy: 0 to {BUSY_MAX}")
+    scale = replace(scale, busy=arguments.busy)
     if arguments.replay_block is not None:
         block = parse_size(arguments.replay_block, what="--replay-block")
         requests = max(1, scale.replay_requests * scale.replay_block // max(1, block))
@@ -161,7 +179,8 @@ def _main(arguments: argparse.Namespace) -> int:
     )
     base = Path(tempfile.mkdtemp(prefix="run-", dir=directory))
     try:
-        run_cases(bench, cases, devices, base)
+        with computing(arguments.busy):
+            run_cases(bench, cases, devices, base)
     finally:
         shutil.rmtree(base, ignore_errors=True)
     document = bench.document()
