@@ -450,13 +450,16 @@ class Segments:
             if need <= room:
                 runs.append(self._take(segment, need))
                 return
-            # A block goes into one segment unless that wastes too much of this one, or it is large anyway.
-            spans = bool(runs) or need > self.area // 4 or room > self.area // 16
-            if spans and room >= overhead + _PIECE_PAGES_MIN:
+            if (runs or self._spans(need, room)) and room >= overhead + _PIECE_PAGES_MIN:
                 runs.append(self._take(segment, room))
                 left -= room - overhead
                 overhead = 1
             self.retire(segment)
+
+    def _spans(self, need: int, room: int) -> bool:
+        """A block goes into one segment unless that wastes too much of this one, or it is large anyway. As place_take()
+        of the data plane has it."""
+        return need > self.area // 4 or room > self.area // 16
 
     async def take_whole(self) -> Segment:
         """A segment for a slab, to itself: neither evicted nor written by anybody else until give_back(). NoSpaceError,
@@ -605,15 +608,19 @@ class Segments:
         return segment
 
     async def make_room(self, head: Head, pages: int) -> None:
-        """Let the data plane append a number of pages. NoSpaceError, DeviceError."""
+        """Let the data plane append a block of that many pages, which may go on in a segment behind the head's.
+        NoSpaceError, DeviceError."""
         async with head.lock:
             self._hold(head)
             try:
                 segment = head.segment
-                if segment is not None and self.geometry.end_page - segment.next_page < pages:
+                room = 0 if segment is None else self.geometry.end_page - segment.next_page
+                if segment is not None and room < pages and not (self._spans(pages, room) and room > _PIECE_PAGES_MIN):
                     self.retire(segment)
                 if head.segment is None:
                     head.segment = await self._next(head.stream)
+                elif room < pages and not self._ready:
+                    self._supply(await self._next(head.stream))
             finally:
                 if not head.lock.statistics().tasks_waiting:
                     head.on_lead(head.segment)
@@ -624,14 +631,18 @@ class Segments:
             segment = self._pick(self.reserve)
             if segment is None or not await self._format(segment, Stream.NEW):
                 return
-            with self.names:
-                self._ready.append(segment)
-                self.names.supply(segment.index, segment.generation)
+            self._supply(segment)
             # A writer may have found nothing while this one was being opened.
             self._freed.set()
             self._freed = trio.Event()
-            if self._stopped:
-                self.retire_open()
+
+    def _supply(self, segment: Segment) -> None:
+        """The data plane may go on to this segment."""
+        with self.names:
+            self._ready.append(segment)
+            self.names.supply(segment.index, segment.generation)
+        if self._stopped:
+            self.retire_open()
 
     def _pick(self, keep: int) -> Segment | None:
         """Take a free segment whose device I/O has drained, clients' late writes included, leaving `keep` of them."""

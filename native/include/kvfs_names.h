@@ -167,6 +167,14 @@ struct kvfs_place {
     uint32_t notes;      /* enum kvfs_note, not taken yet */
     uint32_t awaited;    /* Python's: it waits for runs in flight to end; KVFS_EVENT_PLACES tells it */
 };
+/* A place to write to. In the first run of a seal, header_pages come first; in every other run one extent header page. */
+struct kvfs_run {
+    uint64_t generation;
+    uint32_t segment;
+    uint32_t page;
+    uint32_t page_count;
+    uint32_t reserved;
+};
 /* The places of all segments, by index; valid while the names live. Call once. end_page: of every segment. tick_pages: the clock of blocks goes on
  * by one with this number of pages written. NULL: no memory. */
 struct kvfs_place *kvfs_places_make(struct kvfs_names *names, uint32_t segment_count, uint32_t end_page, uint64_t tick_pages);

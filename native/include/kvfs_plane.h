@@ -504,15 +504,6 @@ struct kvfs_seal_info {
     uint32_t shared;       /* kernels may keep old pages of it: it needs KVFS_INODE_REWRITTEN */
     uint32_t reserved;
 };
-/* A place to write to. In the first run of a seal, header_pages come first; in every other run one extent header page. */
-struct kvfs_run {
-    uint64_t generation;
-    uint32_t segment;
-    uint32_t page;
-    uint32_t page_count;
-    uint32_t reserved;
-};
-
 /* Freeze the file: writes to it wait until kvfs_seal_end. -ENOENT: not being written. -EBUSY: a seal or spill is under way. */
 int kvfs_seal_begin(struct kvfs_plane *plane, uint64_t inode, struct kvfs_seal_info *out);
 /* Write data and block header. record: the inode record without extents (extent_count 0), with the place fields of runs[0]. All runs

@@ -447,6 +447,87 @@ static void test_a_flush_waits_for_room(void) {
     printf("ok a FLUSH waits for room, in its order\n");
 }
 
+static void flush_parks(uint64_t inode, uint64_t fh) {
+    flush_soon(inode, fh);
+    for (uint64_t until = now_ns() + 20000000000ull; !kvfs_flush_wanted(plane); usleep(200))
+        CHECK(now_ns() < until);
+    CHECK(nothing_answered());
+}
+
+/* Leaves so many pages in the segment that is appended to. */
+static void leave_room(uint32_t pages) {
+    uint32_t head = kvfs_place_lead(names), size = END_PAGE - pages - places[head].next_page, filler = kvfs_place_take(names, head, size);
+    CHECK(filler);
+    kvfs_place_release(names, head, filler);
+}
+
+/* Where one segment would stay a sixteenth empty, or the block is larger than a quarter of one. */
+static void test_a_block_goes_on_in_the_next_segment(void) {
+    const uint32_t size = 400 * PAGE, first = kvfs_place_lead(names);
+    const uint64_t bytes_before = atomic_load(&plane->count.written_bytes);
+    uint8_t *data = pattern(size, 8);
+    uint64_t fh, inode = create_here("spans", &fh);
+    for (uint32_t at = 0; at < size; at += 50 * PAGE)
+        CHECK(write_at(inode, fh, at, data + at, 50 * PAGE) == 0);
+    leave_room(300);
+    segment_notes(first);
+    flush_parks(inode, fh);
+    CHECK(kvfs_flush_wanted(plane) == 401 && places[first].next_page == END_PAGE - 300); /* nothing was taken */
+    CHECK(kvfs_place_supply(names, 6, 12) == 0);
+    /* It is answered when what was placed before it in its second segment has ended, too. */
+    uint32_t before = kvfs_place_take(names, 6, 3);
+    kvfs_flush_retry(plane);
+    for (uint64_t until = now_ns() + 20000000000ull; record_of(inode).flags != KVFS_INODE_SEALED; usleep(200))
+        CHECK(now_ns() < until);
+    usleep(50000);
+    CHECK(nothing_answered() && places[first].run_count == 0 && places[6].run_count == 1);
+    kvfs_place_release(names, 6, before);
+    CHECK(answer(NULL, NULL) == 0 && places[6].run_count == 0);
+    struct kvfs_inode_record record = record_of(inode);
+    CHECK(record.segment == first && record.page == END_PAGE - 300 && record.extent_count == 2 && record.header_pages == 1);
+    CHECK(kvfs_place_lead(names) == 6 && places[first].next_page == END_PAGE && places[6].next_page == 1 + 3 + 102);
+    CHECK(places[6].live_pages == 101 && segment_notes(6) & KVFS_NOTE_LED);
+    CHECK(atomic_load(&plane->count.written_bytes) - bytes_before == 402 * PAGE);
+    release(inode, fh);
+    int error;
+    uint64_t reader = open_read(inode, &error);
+    CHECK(error == 0);
+    for (uint32_t at = 0; at < size; at += 50 * PAGE)
+        CHECK(read_check(inode, reader, at, 50 * PAGE, data, size) == 0);
+    release(inode, reader);
+    CHECK(look_at(inode, first).pages == 300 && look_at(inode, 6).pages == 101);
+    /* A write of it fails: both runs are Python's to bury. */
+    inode = create_here("spans and fails", &fh);
+    for (uint32_t at = 0; at < size; at += 50 * PAGE)
+        CHECK(write_at(inode, fh, at, data + at, 50 * PAGE) == 0);
+    leave_room(300);
+    CHECK(kvfs_place_supply(names, 7, 13) == 0);
+    uint32_t live = places[6].live_pages;
+    fault(KVFS_FAULT_ERROR, 2, EIO);
+    flush_soon(inode, fh);
+    struct kvfs_call call = forwarded_call(FUSE_FLUSH);
+    fault(KVFS_FAULT_NONE, 2, 0);
+    struct kvfs_failed_run run;
+    CHECK(call.inode == inode && places[6].live_pages == live && places[7].live_pages == 0);
+    CHECK(kvfs_place_failed(names, 6, &run) == 1 && run.page == END_PAGE - 300 && run.page_count == 300);
+    CHECK(kvfs_place_failed(names, 7, &run) == 1 && run.page == 1 && run.page_count == 102);
+    kvfs_place_release(names, 6, END_PAGE - 300);
+    kvfs_place_release(names, 7, 1);
+    kvfs_answer(plane, call.id, -EIO, 0, NULL);
+    CHECK(answer(NULL, NULL) == -EIO && kvfs_names_in_flight(names, NULL, 0) == 0);
+    release(inode, fh);
+    CHECK(kvfs_file_discard(plane, inode) == 0);
+    /* One larger than a segment is Python's; nothing is taken for it. */
+    struct kvfs_run runs[PLACE_RUNS_MAX];
+    uint32_t next = places[7].next_page;
+    kvfs_names_begin(names);
+    CHECK(place_take(names, 2, END_PAGE - 2, runs) == -EAGAIN && place_take(names, 1, END_PAGE - 2, runs) == -ENOSPC);
+    kvfs_names_end(names);
+    CHECK(places[7].next_page == next && kvfs_place_lead(names) == 7);
+    free(data);
+    printf("ok a block goes on in the next segment\n");
+}
+
 /* ---- many threads ---- */
 
 #define THREADS 4
@@ -629,6 +710,7 @@ int main(void) {
     test_a_seal_that_fails_is_pythons();
     test_a_device_is_silent_under_a_servers_ring();
     test_a_flush_waits_for_room();
+    test_a_block_goes_on_in_the_next_segment();
     test_threads_beside_commits();
     plane_end();
     return 0;

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from helpers import KIB, Pool, content
+from helpers import KIB, MIB, Pool, content
 
 THREADS = 4
 FILES = 250  # of each thread
@@ -82,3 +82,23 @@ def test_renames_and_removals_of_new_files_hardly_reach_python(own_pool: Callabl
     assert handed_each(before, after) <= MOST
     assert (after[0]["forwarded"] - before[0]["forwarded"]) / (THREADS * FILES) <= MOST
     assert all(os.listdir(pool.mount / f"{thread}") == ["first"] for thread in range(THREADS))
+
+
+def test_blocks_that_go_on_in_a_second_segment_hardly_reach_python(own_pool: Callable[..., Pool]) -> None:
+    """Of three files in segments of 8 MiB one lies in two. The daemon is killed, and all are there."""
+    pool = own_pool(size="256M", format_args=("--segment-size", "8M"))
+    before, count, size = counters(pool), 60, 3 * MIB
+    for index in range(count):
+        (pool.mount / f"{index}.tmp").write_bytes(content(size, index))
+        (pool.mount / f"{index}.tmp").rename(pool.mount / f"{index}")
+    after = counters(pool)
+    assert after[0]["flushes_sealed"] - before[0]["flushes_sealed"] >= 0.95 * count
+    assert after[0]["sealed_blocks"] - before[0]["sealed_blocks"] == count
+    pool.kill()
+    pool.start()
+    for index in range(count):  # a rename of the last second may be undone
+        path = pool.mount / f"{index}"
+        found = path if path.exists() else path.with_suffix(".tmp")
+        assert found.read_bytes() == content(size, index)
+    pool.umount()
+    assert "nothing is damaged" in pool.command("fsck", str(pool.path)).stdout

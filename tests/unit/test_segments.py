@@ -329,6 +329,31 @@ def test_a_segment_that_the_data_plane_went_on_to_is_nobody_elses(pool: Path, mo
     with_store(pool, work)
 
 
+def test_room_for_a_block_that_goes_on_in_a_second_segment_leaves_none_empty(pool: Path) -> None:
+    """The head stays, and there is a segment behind it. A block that does not go on in a second one closes the head."""
+
+    async def work(store: Store) -> None:
+        segments, names = store.segments, store.plane.names
+        head = segments.head(Stream.NEW)
+        await segments.make_room(head, 4)
+        first = head.segment
+        assert first is not None
+        tail = segments.area // 16 + 30
+        (run,) = await segments.allocate(head, 1, segments.geometry.end_page - first.next_page - tail - 1)
+        segments.release([run])
+        while segments._take_ready():  # as if writers had been faster
+            pass
+        await segments.make_room(head, tail + 50)
+        assert head.segment is first and segments._ready and first.next_page == segments.geometry.end_page - tail
+        (run,) = await segments.allocate(head, 1, tail - 6)
+        segments.release([run])
+        await segments.make_room(head, 50)
+        assert head.segment is not first and first.state == State.FREE  # nothing in it has entered
+        assert names.lead() == head.segment.index
+
+    with_store(pool, work)
+
+
 def test_a_segment_takes_two_summaries_in_its_life(tmp_path: Path) -> None:
     """One as it is closed, one as it is freed. The renames between take a third now and then: with each turn of all
     summaries, for what is open or was closed since the last."""

@@ -368,10 +368,10 @@ struct placed {
 int placed_read(struct kvfs_plane *plane, struct ring *ring, const struct placed *placed, uint32_t first_page, uint32_t page_count, uint8_t *data);
 
 struct write_job;
-/* As kvfs_seal_write(), into one run, whose place the record has. Nothing is written before seal_go(); `done` is told the end after that. */
-int seal_to(struct kvfs_plane *plane, uint64_t inode, const struct kvfs_run *run, const struct kvfs_inode_record *record, const void *ancestors,
-            uint32_t ancestors_size, void (*done)(void *owner, int result), void *owner, struct write_job **out);
-/* Sums and writes a small block by the caller's ring, which it submits and reaps; a large one, or without a ring, by a worker. No lock held: `done` may
+/* As kvfs_seal_write(), into runs of which the record has the first one's place. Nothing is written before seal_go(); `done` is told the end after that. */
+int seal_to(struct kvfs_plane *plane, uint64_t inode, const struct kvfs_run *runs, uint32_t run_count, const struct kvfs_inode_record *record,
+            const void *ancestors, uint32_t ancestors_size, void (*done)(void *owner, int result), void *owner, struct write_job **out);
+/* Sums and writes a small block of one run by the caller's ring, which it submits and reaps; others, or without a ring, by a worker. No lock held: `done` may
  * be told at once. */
 void seal_go(struct kvfs_plane *plane, struct write_job *job, struct ring *ring);
 
@@ -404,7 +404,13 @@ void places_wake(struct kvfs_plane *plane);                               /* aft
 /* A seal for a FLUSH. done: 0: the content is on the devices, in the names, and a scan finds it (I13). -EAGAIN: it was not written, and Python is to
  * seal the file. */
 struct flush {
-    struct settled settled;
+    struct flush_run {
+        struct settled settled;
+        struct flush *flush;
+    } ends[PLACE_RUNS_MAX];
+    struct kvfs_run runs[PLACE_RUNS_MAX];
+    uint32_t run_count;
+    atomic_uint unsettled; /* runs */
     struct kvfs_plane *plane;
     void (*done)(struct flush *flush, int result);
     struct version version;
@@ -412,7 +418,6 @@ struct flush {
     uint64_t connection, unique; /* the request that it is for, as kvfs_names_request() has it; 0: none that may be sent again */
     struct flush *next;          /* waiting for room */
     uint32_t wanted;             /* pages */
-    struct kvfs_run run;
     struct kvfs_inode_record *before; /* as it was when the seal began */
 };
 /* 0: done will be called, or has been; -EAGAIN: Python is to seal it. flush->plane, inode and done are set. ring: the caller's; NULL: it has none. */

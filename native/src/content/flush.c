@@ -35,6 +35,11 @@ uint32_t runs_bound(const struct kvfs_plane *plane, uint32_t data_pages) {
     return 2 + data_pages / (places->end_page > 2 ? places->end_page - 2 : 1);
 }
 
+static void runs_fail(struct flush *flush) {
+    for (uint32_t i = 0; i < flush->run_count; i++)
+        place_fail(flush->plane->names, flush->runs[i].segment, flush->runs[i].page);
+}
+
 /* Takes a place, and makes the record that its header will have. Errors are those of place_take(). */
 static int place_block(struct flush *flush, const struct kvfs_seal_info *info, uint32_t ancestors_size, struct kvfs_inode_record **out) {
     struct kvfs_plane *plane = flush->plane;
@@ -43,25 +48,23 @@ static int place_block(struct flush *flush, const struct kvfs_seal_info *info, u
         return -ENOMEM;
     uint32_t extents = info->ranges + runs_bound(plane, info->data_pages);
     uint32_t header_pages = kvfs_header_pages(info->size, record->record_size, ancestors_size, extents);
-    uint32_t segment = 0, page = 0;
-    uint64_t generation = 0;
     flush->wanted = header_pages + info->data_pages;
-    int r = place_take(plane->names, flush->wanted, &segment, &page, &generation);
+    int r = place_take(plane->names, header_pages, info->data_pages, flush->runs);
     if (r < 0) {
         free(record);
         return r;
     }
+    flush->run_count = (uint32_t)r;
     kvfs_set_tick(plane, place_tick(plane->names));
-    flush->run = (struct kvfs_run){generation, segment, page, header_pages + info->data_pages, 0};
     record->size = info->size;
     record->version = version_begin(plane->names, &flush->version);
     record->mtime_ns = info->mtime_ns;
     record->ctime_ns = record->ctime_ns > info->mtime_ns ? record->ctime_ns : info->mtime_ns;
     record->flags = (uint8_t)((record->flags | KVFS_INODE_SEALED | (info->shared ? KVFS_INODE_REWRITTEN : 0)) & ~KVFS_INODE_ASK);
     record->header_pages = header_pages;
-    record->generation = generation;
-    record->segment = segment;
-    record->page = page;
+    record->generation = flush->runs[0].generation;
+    record->segment = flush->runs[0].segment;
+    record->page = flush->runs[0].page;
     *out = record;
     return 0;
 }
@@ -92,10 +95,10 @@ static int begin(struct flush *flush, bool *frozen, struct write_job **job) {
     if (r == 0)
         r = place_block(flush, &info, (uint32_t)size, &record);
     if (r == 0) {
-        r = seal_to(plane, flush->inode, &flush->run, record, ancestors, (uint32_t)size, flush_written, flush, job);
-        if (r < 0) { /* no memory: nothing was written to the run, and a scan would end there */
+        r = seal_to(plane, flush->inode, flush->runs, flush->run_count, record, ancestors, (uint32_t)size, flush_written, flush, job);
+        if (r < 0) { /* no memory: nothing was written to the runs, and a scan would end there */
             version_end(&flush->version);
-            place_fail(plane->names, flush->run.segment, flush->run.page);
+            runs_fail(flush);
         }
     }
     free(record);
@@ -212,7 +215,7 @@ static int enter(struct flush *flush, const struct kvfs_inode_record *written) {
     bool named = current && !(current->flags & KVFS_INODE_NAMELESS);
     bool changed = !named || current->record_size != flush->before->record_size || memcmp(current, flush->before, current->record_size) != 0;
     if (changed)
-        place_note(plane->names, flush->run.segment, KVFS_NOTE_DIRTY | KVFS_NOTE_GONE);
+        place_note(plane->names, flush->runs[0].segment, KVFS_NOTE_DIRTY | KVFS_NOTE_GONE);
     struct kvfs_inode_record *entered = named ? changes_taken(written, flush->before, current) : NULL;
     if (!named)
         return 0;
@@ -233,7 +236,12 @@ static void flush_end(struct flush *flush, int result) {
     flush->done(flush, result);
 }
 
-static void flush_settled(struct settled *settled) { flush_end((struct flush *)(void *)settled, 0); }
+/* Its segments' ends may come in two threads. */
+static void flush_settled(struct settled *settled) {
+    struct flush *flush = ((struct flush_run *)(void *)settled)->flush;
+    if (atomic_fetch_sub(&flush->unsettled, 1) == 1)
+        flush_end(flush, 0);
+}
 
 static void flush_written(void *owner, int result) {
     struct flush *flush = owner;
@@ -252,17 +260,21 @@ static void flush_written(void *owner, int result) {
     kvfs_names_end(plane->names);
     kvfs_names_request(0, 0);
     kvfs_seal_end(plane, flush->inode, entered > 0);
-    flush->settled.told = flush_settled;
-    struct settled *told = NULL;
+    struct settled *told[PLACE_RUNS_MAX] = {NULL};
+    uint32_t run_count = flush->run_count; /* the flush may be gone once the first is told */
+    atomic_store(&flush->unsettled, run_count);
     kvfs_names_begin(plane->names);
-    if (entered >= 0)
-        told = place_end(plane->names, flush->run.segment, flush->run.page, &flush->settled);
-    else
-        place_fail(plane->names, flush->run.segment, flush->run.page);
+    for (uint32_t i = 0; i < run_count && entered >= 0; i++) {
+        flush->ends[i] = (struct flush_run){{NULL, flush_settled}, flush};
+        told[i] = place_end(plane->names, flush->runs[i].segment, flush->runs[i].page, &flush->ends[i].settled);
+    }
+    if (entered < 0)
+        runs_fail(flush);
     kvfs_names_end(plane->names);
     if (record != small)
         free(record);
-    settled_tell(told);
+    for (uint32_t i = 0; i < run_count; i++)
+        settled_tell(told[i]);
     places_wake(plane);
     if (entered < 0)
         flush_end(flush, -EAGAIN);

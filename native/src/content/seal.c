@@ -693,9 +693,9 @@ int kvfs_seal_write(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode, c
     return r;
 }
 
-int seal_to(struct kvfs_plane *plane, uint64_t inode, const struct kvfs_run *run, const struct kvfs_inode_record *record, const void *ancestors,
-            uint32_t ancestors_size, void (*done)(void *owner, int result), void *owner, struct write_job **out) {
-    int r = seal_job_new(plane, 0, inode, run, 1, record->header_pages, record, record->record_size, ancestors, ancestors_size, out);
+int seal_to(struct kvfs_plane *plane, uint64_t inode, const struct kvfs_run *runs, uint32_t run_count, const struct kvfs_inode_record *record,
+            const void *ancestors, uint32_t ancestors_size, void (*done)(void *owner, int result), void *owner, struct write_job **out) {
+    int r = seal_job_new(plane, 0, inode, runs, run_count, record->header_pages, record, record->record_size, ancestors, ancestors_size, out);
     if (r == 0) {
         (*out)->done = done;
         (*out)->owner = owner;

@@ -122,8 +122,10 @@ static inline void places_free(struct places *places) {
     free(places->noted);
     memset(places, 0, sizeof(*places));
 }
-/* Append a run where new blocks go. -ENOSPC: no segment has room; -EAGAIN: it is better spread over two, which is Python's; -ENOMEM. */
-int place_take(struct kvfs_names *names, uint32_t pages, uint32_t *segment, uint32_t *page, uint64_t *generation);
+/* Append a new block's header and data: one run, or two where the block goes on in the next segment, behind an extent header's page. Returns how
+ * many. -ENOSPC: no segment has room, or none is opened ahead; -EAGAIN: it is larger than a segment, and Python's; -ENOMEM. */
+#define PLACE_RUNS_MAX 2
+int place_take(struct kvfs_names *names, uint32_t header_pages, uint32_t data_pages, struct kvfs_run runs[PLACE_RUNS_MAX]);
 /* The run has ended. Returns those to tell once the step is over; `own`, which may be NULL, is among them, now or later. */
 struct settled *place_end(struct kvfs_names *names, uint32_t segment, uint32_t page, struct settled *own);
 void place_fail(struct kvfs_names *names, uint32_t segment, uint32_t page);

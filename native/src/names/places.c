@@ -100,25 +100,46 @@ static bool lead_next(struct kvfs_names *names) {
     return true;
 }
 
-int place_take(struct kvfs_names *names, uint32_t pages, uint32_t *segment, uint32_t *page, uint64_t *generation) {
+/* A tail shorter than this is not worth an extent of its own (kvfs/store/segments.py). */
+#define PIECE_PAGES_MIN 16
+
+static uint32_t head_room(const struct places *places) {
+    return places->head == UINT32_MAX ? 0 : places->end_page - places->all[places->head].next_page;
+}
+
+/* The head has room for it. */
+static bool head_take(struct kvfs_names *names, uint32_t pages, struct kvfs_run *out) {
     struct places *places = names_places(names);
-    uint32_t area = places->end_page - 1, room;
-    /* As Segments._allocate() has it: a block goes into one segment unless that wastes too much of this one, or it is large anyway. */
-    if (pages > area / 4)
+    assert(pages <= head_room(places));
+    *out = (struct kvfs_run){places->head_generation, places->head, places->all[places->head].next_page, pages, 0};
+    place_note(names, places->head, KVFS_NOTE_CHANGED);
+    return run_add(names, places->head, pages);
+}
+
+int place_take(struct kvfs_names *names, uint32_t header_pages, uint32_t data_pages, struct kvfs_run runs[PLACE_RUNS_MAX]) {
+    struct places *places = names_places(names);
+    const uint64_t area = places->end_page - 1, pages = (uint64_t)header_pages + data_pages;
+    if (pages > area)
         return -EAGAIN;
     if (places->closed)
         return -ENOSPC;
-    while ((room = places->head == UINT32_MAX ? 0 : places->end_page - places->all[places->head].next_page) < pages) {
-        if (room > area / 16)
-            return -EAGAIN;
-        if (!lead_next(names))
+    while (head_room(places) < pages) {
+        uint32_t room = head_room(places);
+        /* As Segments._allocate() has it: a block goes into one segment unless that wastes too much of this one, or it is large anyway. */
+        bool spans = (pages > area / 4 || room > area / 16) && room >= header_pages + PIECE_PAGES_MIN;
+        if (spans && places->supply_count) {
+            if (!head_take(names, room, &runs[0]))
+                return -ENOMEM;
+            lead_next(names);
+            if (head_take(names, (uint32_t)pages - room + 1, &runs[1]))
+                return 2;
+            place_fail(names, runs[0].segment, runs[0].page);
+            return -ENOMEM;
+        }
+        if (spans || !lead_next(names))
             return -ENOSPC;
     }
-    *segment = places->head;
-    *page = places->all[places->head].next_page;
-    *generation = places->head_generation;
-    place_note(names, *segment, KVFS_NOTE_CHANGED);
-    return run_add(names, *segment, pages) ? 0 : -ENOMEM;
+    return head_take(names, (uint32_t)pages, &runs[0]) ? 1 : -ENOMEM;
 }
 
 uint32_t kvfs_place_lead(struct kvfs_names *names) {
