@@ -415,9 +415,9 @@ struct flush {
     void (*done)(struct flush *flush, int result);
     struct version version;
     uint64_t inode;
-    uint64_t connection, unique; /* the request that it is for, as kvfs_names_request() has it; 0: none that may be sent again */
-    struct flush *next;          /* waiting for room */
-    uint32_t wanted;             /* pages */
+    uint64_t connection, unique;      /* the request that it is for, as kvfs_names_request() has it; 0: none that may be sent again */
+    struct flush *next;               /* waiting for room */
+    uint32_t wanted;                  /* pages */
     struct kvfs_inode_record *before; /* as it was when the seal began */
 };
 /* 0: done will be called, or has been; -EAGAIN: Python is to seal it. flush->plane, inode and done are set. ring: the caller's; NULL: it has none. */
