@@ -22,8 +22,10 @@ TICKS_PER_POOL = 1024
 # be renamed lie there. New blocks may be read for the first time. In a stream with few writes, the newest
 # segment may be the emptiest of all.
 SPARED = 4
-# A policy learns after so many.
+# A policy learns after so many, and later after a share of what it has learnt from: news of less would change little, and
+# a small pool that is written fast would spend its time on it.
 LEARN_TICKS = 16
+_LEARN_SHARE = 64
 
 # A copy costs a page written besides the page kept. So it must be worth this many times the loss of eviction by the
 # page.
@@ -76,8 +78,13 @@ class EvictionPolicy(Protocol):
         """The stream for a new block of `size` bytes."""
         ...
 
+    @property
+    def learn_ticks(self) -> int:
+        """After how many ticks learn() is to be called next."""
+        ...
+
     def learn(self, uses: Table, there: Table, ticks: int) -> None:
-        """Called at each LEARN_TICKS. uses: since the last time, by the class and age that blocks had before, in the
+        """Called after learn_ticks. uses: since the last time, by the class and age that blocks had before, in the
         shape of a table of worths. there: the blocks and ghosts of that class and age, times ticks."""
         ...
 
@@ -117,12 +124,18 @@ class LeastLoss:
     def __init__(self) -> None:
         self._lost, self._gone = 0.0, 0  # running mean, by the page gained, of so many segments
         self._learner = Learner()
+        self._learnt_ticks = 0
         self._worths = Worths(self._learner.values(), _ORPHAN)
+
+    @property
+    def learn_ticks(self) -> int:
+        return max(LEARN_TICKS, self._learnt_ticks // _LEARN_SHARE)
 
     def stream_of(self, size: int) -> Stream:
         return Stream.NEW
 
     def learn(self, uses: Table, there: Table, ticks: int) -> None:
+        self._learnt_ticks += ticks
         self._learner.learn(uses, there, ticks)
         self._worths = Worths(self._learner.values(), _ORPHAN)
 

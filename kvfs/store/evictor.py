@@ -24,7 +24,6 @@ from kvfs.store.blocks import Blocks
 from kvfs.store.eviction import (
     CARRY_SHARE,
     CARRY_SHARE_BUSY,
-    LEARN_TICKS,
     SPARED,
     TICKS_PER_POOL,
     CopyBudget,
@@ -324,7 +323,7 @@ class Evictor:
         return self._segments.tick - self._weighed_at > TICKS_PER_POOL // _WEIGHED_SHARE
 
     def _is_to_learn(self) -> bool:
-        return self._segments.tick - self._learnt_at >= LEARN_TICKS
+        return self._segments.tick - self._learnt_at >= self._policy.learn_ticks
 
     async def _weigh_all(self) -> None:
         """Weigh all segments, and let the policy learn from what was there since the last time."""

@@ -16,7 +16,15 @@ from store_pools import OPTIONS, make, make_pool, names, rename, settle, unlink,
 
 from kvfs.errors import DeviceError, NoSpaceError
 from kvfs.record import Kind
-from kvfs.store.eviction import CARRY_SHARE, CARRY_SHARE_BUSY, TICKS_PER_POOL, LeastLoss, Lost, worth_copying
+from kvfs.store.eviction import (
+    CARRY_SHARE,
+    CARRY_SHARE_BUSY,
+    LEARN_TICKS,
+    TICKS_PER_POOL,
+    LeastLoss,
+    Lost,
+    worth_copying,
+)
 from kvfs.store.fsck import fsck
 from kvfs.store.learning import Learner
 from kvfs.store.segment import State
@@ -122,6 +130,17 @@ def test_worths_are_learnt_from_uses_and_from_time_without_one() -> None:
     assert values[1][at] > 20 * values[0][at] and values[1][at] > 3 * values[1][0] > 3 * values[0][0]
     # An octave before it takes 150 ticks to come there; others are worth what all are.
     assert values[1][at] > values[1][at - 4] > 1.5 * values[0][at - 4] and values[5][at] > values[0][at]
+
+
+def test_it_learns_less_often_the_more_it_has_learnt() -> None:
+    """Of a pool that was filled many times a 64th of what is known would change little."""
+    policy, ticks, turns = LeastLoss(), 0, 0
+    assert policy.learn_ticks == LEARN_TICKS
+    none = [[0] * len(AGES) for _ in range(WORTH_CLASSES)]
+    while ticks < 100 * TICKS_PER_POOL:
+        ticks, turns = ticks + policy.learn_ticks, turns + 1
+        policy.learn(none, none, policy.learn_ticks)
+    assert policy.learn_ticks == ticks // 64 and turns < 400  # 6,400 turns of 16 ticks
 
 
 def test_what_can_be_copied_is_not_what_a_segment_is_worth() -> None:

@@ -12,7 +12,6 @@ from kvfs._native import ffi
 
 from kvfs.chains import Chains, ghosts_of
 from kvfs.store.eviction import (
-    LEARN_TICKS,
     SPARED,
     TICKS_PER_POOL,
     CopyBudget,
@@ -166,7 +165,7 @@ class Segments:
     def _learn(self) -> None:
         """By what was there since the last time."""
         tick = self.tick
-        if tick - self._learnt >= LEARN_TICKS:
+        if tick - self._learnt >= self.policy.learn_ticks:
             self._weights.weigh(self.policy.worths(), 0.0, tick, self._weighed)
             for uses, count in ghosts_of(self._chains.all):
                 self._weights.ages.count(uses, count, tick)
