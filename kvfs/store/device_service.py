@@ -686,12 +686,15 @@ class DeviceService:
                 self._set(device, DeviceState.FAILED, "being replaced")
                 self.all[device].probe_at = float("inf")
                 self._take_away(device)
-                count = await self._drop_blocks(device)
+                await self._hide_all()
                 for segment in self._of[device]:
-                    # I/O under way fails, at its deadline at the latest. Free segments are done as well: the new device
-                    # may have been this pool's before, and name blocks.
+                    # I/O under way fails, at its deadline at the latest. What was written already enters.
                     while self._segments.all[segment].state in (State.OPEN, State.EVICTING):
                         await trio.sleep(0.01)
+                self._to_hide.update(self._of[device])
+                count = await self._drop_blocks(device)
+                # Free segments as well: the new device may have been this pool's before, and name blocks.
+                for segment in self._of[device]:
                     self._segments.forget_life(self._segments.all[segment], 0)
                 await _in_thread(limit, path, lambda: write_label(changed, fresh, device, self._epoch))
                 await self._describe(devices)

@@ -378,6 +378,8 @@ class Store:
                 pending = self.index.changes_pending
                 await trio.sleep(min(_COMMIT_POLL_S, deadline - now) if pending else deadline - now)
             await self._commit_and_flush()
+            if self.plane.flush_wanted():  # its event is lost where memory ends
+                self._tasks.start(self.sealing.make_room)
 
     def _is_commit_due(self) -> bool:
         """Whether so much waits for a commit that it begins before its time."""

@@ -461,6 +461,33 @@ static void leave_room(uint32_t pages) {
     kvfs_place_release(names, head, filler);
 }
 
+/* A write of a block over two segments fails, the first one or the second: both runs are Python's to bury. */
+static void block_fails_between(uint32_t first, uint32_t second, uint32_t write) {
+    const uint32_t size = 400 * PAGE, live = places[first].live_pages;
+    uint8_t *data = pattern(size, 8);
+    uint64_t fh, inode = create_here(write == 1 ? "first fails" : "second fails", &fh);
+    for (uint32_t at = 0; at < size; at += 50 * PAGE)
+        CHECK(write_at(inode, fh, at, data + at, 50 * PAGE) == 0);
+    CHECK(kvfs_place_lead(names) == first);
+    leave_room(300);
+    CHECK(kvfs_place_supply(names, second, second + 6) == 0);
+    CHECK(kvfs_fault_set(plane, 2, KVFS_FAULT_ERROR, 2, write, EIO) == 0);
+    flush_soon(inode, fh);
+    struct kvfs_call call = forwarded_call(FUSE_FLUSH);
+    fault(KVFS_FAULT_NONE, 2, 0);
+    struct kvfs_failed_run run;
+    CHECK(call.inode == inode && places[first].live_pages == live && places[second].live_pages == 0);
+    CHECK(kvfs_place_failed(names, first, &run) == 1 && run.page == END_PAGE - 300 && run.page_count == 300);
+    CHECK(kvfs_place_failed(names, second, &run) == 1 && run.page == 1 && run.page_count == 102);
+    kvfs_place_release(names, first, END_PAGE - 300);
+    kvfs_place_release(names, second, 1);
+    kvfs_answer(plane, call.id, -EIO, 0, NULL);
+    CHECK(answer(NULL, NULL) == -EIO && kvfs_names_in_flight(names, NULL, 0) == 0);
+    release(inode, fh);
+    CHECK(kvfs_file_discard(plane, inode) == 0);
+    free(data);
+}
+
 /* Where one segment would stay a sixteenth empty, or the block is larger than a quarter of one. */
 static void test_a_block_goes_on_in_the_next_segment(void) {
     const uint32_t size = 400 * PAGE, first = kvfs_place_lead(names);
@@ -496,35 +523,16 @@ static void test_a_block_goes_on_in_the_next_segment(void) {
         CHECK(read_check(inode, reader, at, 50 * PAGE, data, size) == 0);
     release(inode, reader);
     CHECK(look_at(inode, first).pages == 300 && look_at(inode, 6).pages == 101);
-    /* A write of it fails: both runs are Python's to bury. */
-    inode = create_here("spans and fails", &fh);
-    for (uint32_t at = 0; at < size; at += 50 * PAGE)
-        CHECK(write_at(inode, fh, at, data + at, 50 * PAGE) == 0);
-    leave_room(300);
-    CHECK(kvfs_place_supply(names, 7, 13) == 0);
-    uint32_t live = places[6].live_pages;
-    fault(KVFS_FAULT_ERROR, 2, EIO);
-    flush_soon(inode, fh);
-    struct kvfs_call call = forwarded_call(FUSE_FLUSH);
-    fault(KVFS_FAULT_NONE, 2, 0);
-    struct kvfs_failed_run run;
-    CHECK(call.inode == inode && places[6].live_pages == live && places[7].live_pages == 0);
-    CHECK(kvfs_place_failed(names, 6, &run) == 1 && run.page == END_PAGE - 300 && run.page_count == 300);
-    CHECK(kvfs_place_failed(names, 7, &run) == 1 && run.page == 1 && run.page_count == 102);
-    kvfs_place_release(names, 6, END_PAGE - 300);
-    kvfs_place_release(names, 7, 1);
-    kvfs_answer(plane, call.id, -EIO, 0, NULL);
-    CHECK(answer(NULL, NULL) == -EIO && kvfs_names_in_flight(names, NULL, 0) == 0);
-    release(inode, fh);
-    CHECK(kvfs_file_discard(plane, inode) == 0);
+    free(data);
+    block_fails_between(6, 7, 1);
+    block_fails_between(7, 3, 2);
     /* One larger than a segment is Python's; nothing is taken for it. */
     struct kvfs_run runs[PLACE_RUNS_MAX];
-    uint32_t next = places[7].next_page;
+    uint32_t next = places[3].next_page;
     kvfs_names_begin(names);
     CHECK(place_take(names, 2, END_PAGE - 2, runs) == -EAGAIN && place_take(names, 1, END_PAGE - 2, runs) == -ENOSPC);
     kvfs_names_end(names);
-    CHECK(places[7].next_page == next && kvfs_place_lead(names) == 7);
-    free(data);
+    CHECK(places[3].next_page == next && kvfs_place_lead(names) == 3);
     printf("ok a block goes on in the next segment\n");
 }
 

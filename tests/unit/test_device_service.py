@@ -31,7 +31,7 @@ from kvfs.index.lmdb import LmdbIndex
 from kvfs.pool.config import PoolConfig, load
 from kvfs.pool.devices import Device
 from kvfs.pool.format import META_CLEAN, Stream
-from kvfs.record import Kind
+from kvfs.record import InodeFlags, Kind
 from kvfs.store import device_service as service_module
 from kvfs.store import health
 from kvfs.store.device_service import DeviceService
@@ -39,7 +39,7 @@ from kvfs.store.fsck import fsck
 from kvfs.store.health import DeviceState
 from kvfs.store.segment import usage
 from kvfs.store.store import Store
-from kvfs.types import ROOT_INODE, InodeNumber
+from kvfs.types import PAGE_SIZE, ROOT_INODE, InodeNumber, SegmentIndex
 
 MIB = 1 << 20
 FAULT_ERROR, BOTH = 1, 3
@@ -458,6 +458,45 @@ def test_a_removed_device_stays_out_and_its_replacement_starts_empty(tmp_path: P
     assert config is not None and config.revision == 2 and not config.devices[SICK].removed
     report = fsck(pool, verify_data=True)
     assert not report.damaged, report.findings
+
+
+def test_a_block_that_enters_while_its_device_is_replaced_goes_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was written before the device went. A block that stays counts in a segment which has another life."""
+    new = tmp_path / "new"
+    with new.open("wb") as file:
+        file.truncate(33 * MIB)
+
+    async def work(store: Store) -> None:
+        segments, service = store.segments, store.service
+        head = segments.head(Stream.NEW)
+        while head.segment is None or segments.members[head.segment.index][0][0] != SICK:
+            await write(store, b"%d" % segments.pages_written, SIZE)
+        (run,) = await segments.allocate(head, 1, 4)
+        before = make(store, ROOT_INODE, b"late")
+        sleep, entered = trio.sleep, False
+
+        async def enter_and_sleep(seconds: float) -> None:
+            """It waits for the runs in flight on the device."""
+            nonlocal entered
+            if not entered and service.all[SICK].state == DeviceState.FAILED:
+                entered = True
+                late = before.copy()
+                late.flags |= InodeFlags.SEALED
+                late.size, late.header_pages, late.version = 4 * PAGE_SIZE, 1, before.version + 1
+                late.generation, late.segment, late.page = run.generation, SegmentIndex(run.segment), run.page
+                assert store.blocks.enter(before, before.pack(), late, copy=False)
+                segments.release([run])
+            await sleep(seconds)
+
+        monkeypatch.setattr(trio, "sleep", enter_and_sleep)
+        await service.replace(SICK, new, force=False)
+        assert entered and b"late" not in seen(store)
+        assert all(not segments.all[index].live_pages for index in service.segments_of(SICK))
+        await verify_all(store)
+
+    with_store(pool_of(tmp_path, 1), work)
 
 
 def test_rules_that_are_read_while_a_removal_is_written_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

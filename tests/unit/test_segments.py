@@ -526,3 +526,23 @@ def test_a_file_sealed_again_is_marked_so(pool: Path) -> None:
         await verify_all(store)
 
     with_store(pool, work)
+
+
+def test_who_waits_for_room_is_not_forgotten_where_an_event_is_lost(
+    pool: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The data plane tells of the first that waits; it has no memory for that, say."""
+
+    async def work(store: Store) -> None:
+        made = trio.Event()
+
+        async def make_room() -> None:
+            made.set()
+
+        monkeypatch.setattr(store.sealing, "make_room", make_room)
+        monkeypatch.setattr(store.plane, "flush_wanted", lambda: 5)
+        with trio.fail_after(60):
+            await made.wait()
+        monkeypatch.undo()
+
+    with_store(pool, work)
