@@ -22,8 +22,8 @@ TICKS_PER_POOL = 1024
 # be renamed lie there. New blocks may be read for the first time. In a stream with few writes, the newest
 # segment may be the emptiest of all.
 SPARED = 4
-# A policy learns after so many; later after this share of what it has learnt from, as less would change little. Each time
-# costs a millisecond, and a small pool that is written fast comes to many.
+# A policy learns after so many; later after this share of what it has learnt from, as less would change little. Each
+# time costs a millisecond, and a small pool that is written fast comes to many.
 LEARN_TICKS = 16
 _LEARN_SHARE = 64
 
