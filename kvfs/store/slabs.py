@@ -278,12 +278,12 @@ class Slabs:
                     return
                 if error.errno != errno.EPERM:
                     log.warning("inode %d: a slab that was closed cannot become a file: %s; it goes", number, error)
-        with suppress(PlaneError):  # opened again, or unlinked: another event follows
+        # In one step: a name that leads to it may be changed by others.
+        with suppress(PlaneError), self.names:  # opened again, or unlinked: another event follows
             self._plane.slab_close(number)
-            with self.names:
-                inode = self._index.get(number)
-                if inode is not None:
-                    self._index.delete(inode)
+            inode = self._index.get(number)
+            if inode is not None:
+                self._index.delete(inode)
 
     @step
     def _mark(self, number: InodeNumber, slab: bool) -> None:

@@ -300,6 +300,35 @@ static void *uses_change(void *over) {
     return NULL;
 }
 
+static atomic_int step; /* 1: a step is on; 2: it is over */
+
+static void *step_of_another(void *unused) {
+    (void)unused;
+    kvfs_names_begin(plane->names);
+    atomic_store(&step, 1);
+    usleep(100000);
+    atomic_store(&step, 2);
+    kvfs_names_end(plane->names);
+    return NULL;
+}
+
+/* The block table has one writer at a time: no slab leaves it while a thread is within a step (I7). */
+static void test_a_slab_leaves_the_table_within_a_step(void) {
+    uint64_t fh, inode = create("closes", &fh);
+    const struct kvfs_run run = {7, 3, 1, 1000, 0};
+    CHECK(kvfs_slab_extend(plane, inode, PAGE, 1, &run, 1) == 0);
+    release(inode, fh);
+    slab_event(KVFS_EVENT_SLAB_CLOSED, inode);
+    pthread_t thread;
+    CHECK(pthread_create(&thread, NULL, step_of_another, NULL) == 0);
+    while (!atomic_load(&step))
+        usleep(100);
+    CHECK(kvfs_slab_close(plane, inode) == 0 && atomic_load(&step) == 2);
+    CHECK(pthread_join(thread, NULL) == 0);
+    slab_event(KVFS_EVENT_SLAB_FREE, inode);
+    printf("ok a slab leaves the table within a step\n");
+}
+
 /* A device is another between a part's making and its start: it is refused in ring_io() itself, which calls back before it returns. */
 static void test_io_that_is_refused_as_it_begins(void) {
     const struct kvfs_run run = {.generation = 7, .segment = 6, .page = 16, .page_count = 1000};
@@ -411,6 +440,7 @@ int main(void) {
     test_slab_writes_beside_changes();
     test_a_slow_write_to_what_is_a_slab_by_then();
     test_a_file_that_grew_meanwhile_becomes_no_slab();
+    test_a_slab_leaves_the_table_within_a_step();
     test_io_that_is_refused_as_it_begins();
     test_a_parked_write_is_answered_without_memory();
     test_a_write_does_not_wait_for_an_event_that_was_lost();

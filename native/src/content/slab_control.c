@@ -121,6 +121,7 @@ int kvfs_slab_close(struct kvfs_plane *plane, uint64_t inode) {
     if (!node)
         return -ENOENT;
     struct shard *shard = shard_of(plane, inode);
+    kvfs_names_begin(plane->names); /* the table has one writer at a time (I7) */
     pthread_mutex_lock(&shard->lock);
     pthread_mutex_lock(&node->lock);
     int r = node->handles ? -EBUSY : node->file && node->file->slab ? 0 : -ENOENT;
@@ -128,6 +129,7 @@ int kvfs_slab_close(struct kvfs_plane *plane, uint64_t inode) {
     if (r == 0)
         r = kvfs_table_remove(plane->table, inode, 0);
     pthread_mutex_unlock(&shard->lock);
+    kvfs_names_end(plane->names);
     if (r == 0)
         kvfs_file_discard(plane, inode);
     node_put(plane, node);
