@@ -16,7 +16,6 @@ from kvfs.errors import KvfsError
 from kvfs.lent import Part, lent
 
 SHARDS = 256
-NOWHERE = 0xFFFFFFFF
 _UINT32 = ffi.typeof("uint32_t *")
 
 
@@ -73,6 +72,7 @@ class Totals(NamedTuple):
 
     open: int
     pages: int
+    resting: int
     committed: int
     superseded: int
     reclaimed: int
@@ -123,8 +123,20 @@ class Frames:
             raise FrameError(f"{count} items in {items.size} bytes break a rule of frames of type {kind}")
         return list(self._missing[0:found])
 
-    def join(self) -> HolderPages:
-        holder = lib.kvfs_holder_create(self._plane)
+    def limit(self, share_pages: int, open_max: int) -> None:
+        """The most that all clients together may have reserved."""
+        lib.kvfs_reservations_limit(self._plane, share_pages, open_max)
+
+    def rested(self, user: int, pages: int) -> None:
+        """Late writes cannot land any more in these pages that rested for a user."""
+        lib.kvfs_reservations_rested(self._plane, user, pages)
+
+    def directories_moved(self) -> None:
+        """Directories have moved. Within the step of the change."""
+        lib.kvfs_directories_moved(self._plane)
+
+    def join(self, user: int) -> HolderPages:
+        holder = lib.kvfs_holder_create(self._plane, user)
         if holder == ffi.NULL:
             raise _no_memory("a client")
         return cast(HolderPages, holder)

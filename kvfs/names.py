@@ -253,6 +253,14 @@ class Names:
         """The data plane appends new blocks to this segment, or to none."""
         lib.kvfs_place_head(self._names, _NOWHERE if segment is None else segment, generation)
 
+    def client_heads(self, count: int) -> None:
+        """Blocks of native clients are appended to the segments of that many heads."""
+        lib.kvfs_place_clients(self._names, count)
+
+    def client_head(self, head: int, segment: int | None, generation: int = 0) -> None:
+        """That head's segment from now on; None: it has none."""
+        lib.kvfs_place_client(self._names, head, _NOWHERE if segment is None else segment, generation)
+
     def lead(self) -> int | None:
         """The segment that the data plane appends to; None if there is none."""
         segment = lib.kvfs_place_lead(self._names)

@@ -293,6 +293,7 @@ class Blocks:
     def _directory_changed(self, number: InodeNumber) -> None:
         """Summaries of blocks below it must say so."""
         self.directory_moves += 1
+        self.plane.frames.directories_moved()
         self._moved_directories.append(number)
         self._directory_moved.set()
 

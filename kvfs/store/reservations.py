@@ -19,7 +19,7 @@ for places that no open segment has, for others' pages, for expiry, and until a 
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,14 +28,13 @@ from errno import EIO, ENOTCONN
 import trio
 
 from kvfs.errors import KvfsError, NoSpaceError
-from kvfs.frames import NOWHERE, Commit, HolderPages, Next, Reserve, RunFields, Shards
+from kvfs.frames import Commit, HolderPages, Next, Reserve, RunFields, Shards
 from kvfs.lent import Part
 from kvfs.names import NamesError, step
 from kvfs.plane import Run
 from kvfs.pool.format import Stream
 from kvfs.record import Inode
 from kvfs.store.blocks import Blocks
-from kvfs.store.segment import Head
 from kvfs.store.segments import LATE_WRITES_S, SPACE_TIMEOUT_S
 from kvfs.store.shares import RESERVED, ROOT, name_of
 from kvfs.types import PAGE_SIZE, InodeNumber, SegmentIndex
@@ -98,13 +97,12 @@ class Reservations:
         self._segments, self._index, self._blocks, self._shares = blocks.segments, blocks.index, blocks, blocks.shares
         self._frames, self.names = blocks.plane.frames, blocks.names
         self.pages = 0
-        # Pages that nobody can commit, where late writes may land: until when, whose, how many. They count as reserved,
-        # for their segments are nobody else's. By user with those of clients that have not said yet that none can land.
+        # Pages of clients that are gone, where late writes may land: until when, whose, how many. They count as
+        # reserved, for their segments are nobody else's.
         self._resting: deque[tuple[float, int, int]] = deque()
-        self._resting_of: Counter[int] = Counter()
+        self._frames.limit(len(self._segments.own) * self._segments.area // _SHARE, _OPEN_MAX)
         # Those that are gone as long as something of theirs is not buried.
         self._holders: set[Holder] = set()
-        self._clients_of: Counter[int] = Counter()  # connected
         self._work = trio.Event()
         self._idle = False  # run() knows of nothing that will expire
         self._released = trio.Event()
@@ -113,25 +111,25 @@ class Reservations:
 
     def join(self, user: int = ROOT, hang_up: Callable[[], None] = _nobody) -> Holder:
         """`hang_up`: has take_back_all() called soon."""
-        holder = Holder(self._frames.join(), user, hang_up)
+        holder = Holder(self._frames.join(user), user, hang_up)
         self._holders.add(holder)
-        self._clients_of[user] += 1
         return holder
 
     def take_back_all(self, holder: Holder) -> None:
         """The client is gone: everything it has not committed is taken back."""
         if not holder.left:
             holder.left = True
-            self._clients_of[holder.user] -= 1
-            if not self._clients_of[holder.user]:
-                del self._clients_of[holder.user]
             self._frames.leave(holder.told)
             self._look(holder)
             self._work.set()
 
     def _look(self, holder: Holder) -> None:
         """After each call for one of this client's frames, with no await between: take in what it did."""
-        self._segments.take_notes()
+        with self.names:
+            self._segments.take_notes()
+            self._count(holder)
+
+    def _count(self, holder: Holder) -> None:
         told = holder.told
         change, late, rested = (
             told.pages - holder.charged, told.late_pages - holder.late, told.rested_pages - holder.rested
@@ -141,7 +139,7 @@ class Reservations:
             self._resting.append((trio.current_time() + LATE_WRITES_S, holder.user, rested))
         if change or late or rested:
             self.pages += change
-            self._rest(holder.user, late + rested)
+            self._reserved()
             self._shares.add(RESERVED, holder.user, (change + late + rested) * PAGE_SIZE)
         if change < 0 or late < 0:
             self._wake()
@@ -149,37 +147,21 @@ class Reservations:
             self._holders.discard(holder)
             self._frames.free(told)
 
-    def _rest(self, user: int, pages: int) -> None:
-        """So many more of the user's count, or less, that nobody can commit."""
-        self._resting_of[user] += pages
-        if not self._resting_of[user]:
-            del self._resting_of[user]
-        self._blocks.space.reserved_pages = self.pages + self._resting_of.total()
+    def _reserved(self) -> None:
+        totals = self._frames.totals()
+        self._blocks.space.reserved_pages = totals.pages + totals.resting
 
     def _end_rests(self) -> None:
         """Late writes of clients that are gone cannot land any more where these were."""
         ended = False
         while self._resting and self._resting[0][0] <= trio.current_time():
             _, user, pages = self._resting.popleft()
-            self._rest(user, -pages)
+            self._frames.rested(user, pages)
+            self._reserved()
             self._shares.add(RESERVED, user, -pages * PAGE_SIZE)
             ended = True
         if ended:
             self._wake()
-
-    def _limits(self, user: int, share: int) -> tuple[int, int]:
-        """Pages that this user may reserve at one time, exempt or not, and that rest, as they count for it.
-
-        A user has all of the share if no other has clients. Beside others it has half, and what rests counts for it up
-        to the other half. So nobody waits for what one user holds, nor for what it has left. A user with pages that
-        rest has half too: else it takes all segments by reserving again and again. If more than the share rests, as of
-        several users, all of it counts."""
-        resting = self._resting_of.total()
-        counted = resting if resting > share else min(resting, share // 2)
-        if user not in self._resting_of and self._clients_of.keys() <= {user}:
-            return share, counted
-        own = self._shares.held_as(RESERVED, user) // PAGE_SIZE
-        return share // 2, max(counted, own + share // 2 - self.pages)
 
     @staticmethod
     def _check(holder: Holder) -> None:
@@ -225,16 +207,10 @@ class Reservations:
         return answer
 
     async def _reserve(self, holder: Holder, frame: Reserve, pause: Pause) -> None:
-        head, told = self._segments.head(Stream.CLIENT), frame.told
-        share = told.share_pages = len(self._segments.own) * self._segments.area // _SHARE
-        told.open_max = _OPEN_MAX
+        told = frame.told
+        self._shares.notify()
         while True:
             self._check(holder)
-            segment = None if head.lock.locked() else head.segment
-            told.segment, told.generation = (NOWHERE, 0) if segment is None else (segment.index, segment.generation)
-            told.room_pages = self._shares.room(holder.user) // PAGE_SIZE
-            told.own_pages, told.resting_pages = self._limits(holder.user, share)
-            told.moves = self._blocks.directory_moves
             found = frame.go()
             self._look(holder)
             if found == Next.MORE:
@@ -243,7 +219,7 @@ class Reservations:
                 await self._released.wait()
                 await pause()
             elif found == Next.PLACE:
-                await self._place(holder, head, frame)
+                await self._place(holder, frame)
                 await pause()
             elif found == Next.NAMES:
                 self._index.keep_above(InodeNumber(told.parent))
@@ -251,9 +227,10 @@ class Reservations:
             else:
                 return
 
-    async def _place(self, holder: Holder, head: Head, frame: Reserve) -> None:
+    async def _place(self, holder: Holder, frame: Reserve) -> None:
         """Places that the open segment does not have: in the next one, or in several."""
         try:
+            head = self._segments.head(Stream.CLIENT)
             runs = await self._segments.allocate(head, frame.told.header_pages, frame.told.data_pages)
         except NoSpaceError:
             raise
@@ -280,7 +257,6 @@ class Reservations:
             found, left = Next.MORE, 0
             while found != Next.DONE:
                 self._check(holder)
-                frame.told.moves = self._blocks.directory_moves
                 found = frame.go()
                 replaced |= self._committed(holder, frame)
                 if found == Next.NAMES and not full and not self._blocks.table_room.left():

@@ -12,9 +12,11 @@ import logging
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import trio
 
+from kvfs._native import lib
 from kvfs.errors import DeviceError, FileTooLargeError, FormatError, KvfsError, NoSpaceError
 from kvfs.index.interface import Index
 from kvfs.names import Note, step
@@ -48,7 +50,7 @@ _PIECE_PAGES_MIN = 16
 _SUMMARY_WRITERS = 4
 _YIELD_EVERY = 256
 # Append points of native clients: at most so many, and one in so many segments that can be written.
-_HEADS_MAX = 4
+_HEADS_MAX: int = lib.KVFS_CLIENT_HEADS
 _SEGMENTS_A_HEAD = 48
 # Segments opened ahead, the data plane's supply: at most so many, and one in so many.
 _READY_MAX = 32
@@ -120,13 +122,8 @@ class Segments:
         self._late: dict[SegmentIndex, float] = {}
         self._ready: deque[Segment] = deque()
         # A commit of native clients waits for what others were given before in its segments: so they have several.
-        self._heads = {
-            s: [
-                Head(s, self._lead if s == Stream.NEW else _nobody)
-                for _ in range(_HEADS_MAX if s == Stream.CLIENT else 1)
-            ]
-            for s in Stream
-        }
+        self._heads = {s: [Head(s, self._lead if s == Stream.NEW else _nobody)] for s in Stream}
+        self._heads[Stream.CLIENT] = [Head(Stream.CLIENT, partial(self._lead_clients, i)) for i in range(_HEADS_MAX)]
         # Runs of the data plane that were not written.
         self._failed: list[Run] = []
         self._flush_lock = trio.Lock()
@@ -182,6 +179,7 @@ class Segments:
             if segment.dirty:
                 self._dirty.add(segment.index)
         self._rotate()
+        self.names.client_heads(self._head_count())
 
     def _rotate(self) -> None:
         """Let free segments that come in turn lie on different devices: those of one that is new, or back, are many."""
@@ -211,6 +209,7 @@ class Segments:
             segment.lost = segment.index in lost
             segment.avoided = segment.lost or segment.index in avoided
         self.usable = sum(not segment.avoided for segment in self.own)
+        self.names.client_heads(self._head_count())
         for number in list(self._free):
             if self.all[number].avoided:
                 self._free.remove(number)
@@ -330,6 +329,13 @@ class Segments:
         else:
             self.names.head(segment.index, segment.generation)
 
+    def _lead_clients(self, head: int, segment: Segment | None) -> None:
+        """The data plane appends blocks of native clients to this segment, too."""
+        if segment is None:
+            self.names.client_head(head, None)
+        else:
+            self.names.client_head(head, segment.index, segment.generation)
+
     def changed(self, segment: Segment) -> None:
         self._changed.add(segment.index)
 
@@ -394,12 +400,15 @@ class Segments:
 
     def head(self, stream: Stream) -> Head:
         """Where to append what belongs together: of the stream's heads the one with least in flight."""
-        count = min(len(self._heads[stream]), max(1, self.usable // _SEGMENTS_A_HEAD))
+        count = min(len(self._heads[stream]), self._head_count())
 
         def busy(head: Head) -> tuple[bool, int]:
             return head.lock.locked(), 0 if head.segment is None else head.segment.in_flight
 
         return min(self._heads[stream][:count], key=busy)
+
+    def _head_count(self) -> int:
+        return max(1, self.usable // _SEGMENTS_A_HEAD)
 
     def _appended(self) -> list[Segment]:
         return [head.segment for heads in self._heads.values() for head in heads if head.segment is not None]

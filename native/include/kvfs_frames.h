@@ -29,7 +29,7 @@ int kvfs_frame_check(uint32_t type, uint32_t flags, const void *items, uint64_t 
 
 /* ---- holders ---- */
 
-/* One client. Only to be read. */
+/* One client. Only to be read, within a step. */
 struct kvfs_holder {
     uint64_t open_pages;   /* of places it may commit */
     uint64_t pages;        /* and of places taken back, and not buried yet */
@@ -38,7 +38,7 @@ struct kvfs_holder {
     uint32_t open;         /* reservations that it may commit */
     uint32_t count;        /* all that are left of it; with 0 it can be freed */
 };
-struct kvfs_holder *kvfs_holder_create(struct kvfs_plane *plane); /* NULL: no memory */
+struct kvfs_holder *kvfs_holder_create(struct kvfs_plane *plane, uint32_t uid); /* NULL: no memory */
 /* It is gone: everything that it has not committed is taken back. */
 void kvfs_holder_leave(struct kvfs_plane *plane, struct kvfs_holder *holder);
 void kvfs_holder_free(struct kvfs_holder *holder);
@@ -46,9 +46,18 @@ void kvfs_holder_free(struct kvfs_holder *holder);
 uint64_t kvfs_holder_late(struct kvfs_plane *plane, struct kvfs_holder *holder);
 
 struct kvfs_reservation_statistics {
-    uint64_t open, pages, committed, superseded, reclaimed;
+    uint64_t open, pages, resting, committed, superseded, reclaimed;
 };
 void kvfs_reservation_statistics_get(struct kvfs_plane *plane, struct kvfs_reservation_statistics *out);
+/* The most that all clients together may have reserved, pages and reservations. A client may have half of the reservations. A user has all of the
+ * pages if no other has clients. Beside others it has half, and pages that rest count for it up to the other half: nobody waits for what one user holds, nor
+ * for what it has left. A user with pages that rest has half too: else it takes all segments by reserving again and again. If more than the share rests, all
+ * of it counts. */
+void kvfs_reservations_limit(struct kvfs_plane *plane, uint64_t share_pages, uint32_t open_max);
+/* Late writes of clients that are gone cannot land any more in these pages of a user (rested_pages): they count for it no longer. */
+void kvfs_reservations_rested(struct kvfs_plane *plane, uint32_t uid, uint64_t pages);
+/* Directories moved, or one was removed or replaced: places know the old ones. Within the step of the change. */
+void kvfs_directories_moved(struct kvfs_plane *plane);
 
 /* ---- RESERVE ---- */
 
@@ -56,21 +65,13 @@ enum kvfs_frame_next {
     KVFS_FRAME_DONE,
     KVFS_FRAME_MORE,  /* a part is done */
     KVFS_FRAME_ROOM,  /* others hold what there is: again when a reservation has ended */
-    KVFS_FRAME_PLACE, /* the segment has no room for header_pages and data_pages: kvfs_reserve_place() */
+    KVFS_FRAME_PLACE, /* no segment of clients (kvfs_place_client()) has room for header_pages and data_pages: kvfs_reserve_place() */
     KVFS_FRAME_NAMES  /* a directory from `parent` up, or a name's holder, is not in memory: again, with `loaded` */
 };
 struct kvfs_reserve {
     /* The caller's, before each call. */
-    uint64_t generation;
-    uint64_t share_pages;   /* of all reservations */
-    uint64_t own_pages;     /* of this holder's, which end with a commit that comes after this answer */
-    uint64_t resting_pages; /* and pages without a reservation, which count too: late writes may still land there */
-    uint64_t room_pages;    /* of the client's user, who may still hold this number */
-    uint64_t moves;         /* of directories so far */
-    uint32_t segment;       /* it is appended to; UINT32_MAX: none is */
-    uint32_t open_max;      /* reservations; of one holder half of that */
-    uint32_t loaded;        /* all directories from `parent` up that there are were loaded */
-    int32_t refusal;        /* for kvfs_reserve_finish(): -errno of items without an answer; 0: -ENOSPC */
+    uint32_t loaded; /* all directories from `parent` up that there are were loaded */
+    int32_t refusal; /* for kvfs_reserve_finish(): -errno of items without an answer; 0: -ENOSPC */
     /* Told. */
     uint32_t header_pages, data_pages;
     uint64_t parent;
@@ -91,7 +92,6 @@ void kvfs_reserve_end(struct kvfs_plane *plane, struct kvfs_reserve *frame); /* 
 /* ---- COMMIT ---- */
 
 struct kvfs_commit {
-    uint64_t moves;  /* the caller's, before each call: as in kvfs_reserve */
     uint64_t hidden; /* the caller's, for kvfs_commit_item(): this inode has no right to its name. The caller removes it if the block enters */
     /* Told. */
     const void *block;      /* the record of the item that is left to the caller; valid until it is done */

@@ -198,6 +198,12 @@ uint32_t kvfs_place_lead(struct kvfs_names *names);
 int kvfs_place_supply(struct kvfs_names *names, uint32_t segment, uint64_t generation);
 /* 1: the segment has left the supply. 0: it was not there. */
 int kvfs_place_withdraw(struct kvfs_names *names, uint32_t segment);
+/* Blocks of native clients are appended to segments of `count` heads, KVFS_CLIENT_HEADS at most, each time to that with least in flight. One without a
+ * segment has nothing in flight. */
+#define KVFS_CLIENT_HEADS 4
+void kvfs_place_clients(struct kvfs_names *names, uint32_t count);
+/* A head's segment, of this generation; UINT32_MAX: it has none, until the next call. */
+void kvfs_place_client(struct kvfs_names *names, uint32_t head, uint32_t segment, uint64_t generation);
 uint64_t kvfs_places_written(struct kvfs_names *names); /* pages, since they were made */
 /* Segments with notes, which are taken. Returns how many of `capacity` were written; call again until it is 0. */
 struct kvfs_noted {

@@ -556,7 +556,7 @@ int kvfs_names_ask(struct kvfs_plane *plane, uint32_t id);
 /* The share of staging of one user, some MiB at least. A user may have more while a share is left to others. Beyond it files of the user are
  * spilled, whatever their size. Where they cannot be, writes end with EDQUOT; with EIO where devices fail. */
 void kvfs_set_staging_share(struct kvfs_plane *plane, uint64_t bytes);
-/* Bytes that a user holds in addition: pins, reservations, slabs. */
+/* Bytes that a user holds in addition: pins and slabs. What native clients have reserved counts by itself. */
 void kvfs_user_hold(struct kvfs_plane *plane, uint32_t id, uint64_t bytes);
 /* All users seen so far. Returns the count, at most capacity. */
 int kvfs_users(struct kvfs_plane *plane, struct kvfs_user *out, uint32_t capacity);

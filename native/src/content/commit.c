@@ -91,7 +91,7 @@ static int enter(struct kvfs_plane *plane, struct commit *frame, struct reservat
     reservation->record = NULL;
     if (reservation->parent)
         kvfs_inode_follow(plane, block->inode, reservation->parent);
-    if (raised || reservation->moves != frame->told.moves) /* its header is not all of the truth */
+    if (raised || reservation->moves != plane->reservations.moves) /* its header is not all of the truth */
         place_note(plane->names, segment, KVFS_NOTE_DIRTY | KVFS_NOTE_GONE);
     frame->told.durable |= raised;
     frame->told.replaced |= held || untold;

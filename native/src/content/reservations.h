@@ -10,6 +10,7 @@
 struct holder {
     struct kvfs_holder told; /* first */
     struct link reservations;
+    struct user *user;
 };
 struct reservation {
     struct reservation *next; /* of its bucket */
@@ -31,7 +32,10 @@ struct reservations {
     struct reservation *by_number[RESERVATION_BUCKETS];
     struct link open, returned; /* both the oldest first */
     uint64_t last_number, pages, committed, superseded, reclaimed;
-    uint32_t open_count;
+    uint64_t resting;     /* pages without a reservation, where late writes may still land */
+    uint64_t share_pages; /* kvfs_reservations_limit() */
+    uint64_t moves;       /* of directories so far */
+    uint32_t open_count, open_max, users; /* users with clients */
 };
 
 uint32_t frame_shard(uint32_t flags, uint32_t directory, const void *name); /* the number of an item's directory (kvfs_frames.h) */
@@ -43,6 +47,8 @@ struct reservation *reservation_find(struct kvfs_plane *plane, const struct hold
 void reservation_open(struct kvfs_plane *plane, struct reservation *reservation, struct link *made);
 void reservations_stamp(struct kvfs_plane *plane, struct link *made, uint64_t until);
 void reservation_charge(struct kvfs_plane *plane, struct holder *holder, uint64_t pages);
+/* 0: the holder may reserve so many pages more; KVFS_FRAME_ROOM: others hold them; -ENOSPC. */
+int reservation_ask(struct kvfs_plane *plane, const struct holder *holder, uint64_t pages);
 void reservation_discharge(struct kvfs_plane *plane, struct holder *holder, uint64_t pages);
 /* The block has entered, or never will: its runs end. Returns those to tell once the step is over. Frees it. */
 struct settled *reservation_end(struct kvfs_plane *plane, struct reservation *reservation);

@@ -194,7 +194,6 @@ static struct reservation *reservation_new(const struct reserve *frame, const st
     made->record = record;
     made->parent = item->parent;
     made->holder = frame->holder;
-    made->moves = frame->told.moves;
     return made;
 }
 
@@ -251,16 +250,6 @@ static void pending_drop(struct kvfs_plane *plane, struct reserve *frame) {
     frame->pending = NULL;
 }
 
-/* 0: so many pages may be reserved; KVFS_FRAME_ROOM or -ENOSPC. */
-static int pages_ask(struct kvfs_plane *plane, const struct reserve *frame, uint64_t pages) {
-    const struct kvfs_reserve *told = &frame->told;
-    const struct kvfs_holder *holder = &frame->holder->told;
-    if (plane->reservations.pages + told->resting_pages + pages > told->share_pages || plane->reservations.open_count >= told->open_max)
-        /* Others' go in time; one's own only with a commit that comes after this answer. */
-        return holder->open_pages + pages > told->own_pages || holder->open >= told->open_max / 2 ? -ENOSPC : KVFS_FRAME_ROOM;
-    return pages > told->room_pages ? -ENOSPC : 0;
-}
-
 /* The records above are copied now: directories may move while the item waits for a place. 0, -EAGAIN, -ENOMEM. */
 static int ancestors_take(struct kvfs_plane *plane, struct reserve *frame, uint64_t parent) {
     int64_t size = ancestors_size(plane, parent, frame->told.loaded);
@@ -273,15 +262,10 @@ static int ancestors_take(struct kvfs_plane *plane, struct reserve *frame, uint6
     return 0;
 }
 
-/* Room for it in the segment that is appended to; nothing if there is none. */
+/* Room for it in a segment that is appended to; nothing if there is none. */
 static void place_try(struct kvfs_plane *plane, struct reserve *frame) {
-    const struct kvfs_reserve *told = &frame->told;
-    const struct places *places = names_places(plane->names);
-    struct kvfs_run run = {told->generation, told->segment, 0, (uint32_t)frame->pending->pages, 0};
-    if (told->segment >= places->count || places->all[told->segment].next_page + (uint64_t)run.page_count > places->end_page)
-        return;
-    run.page = kvfs_place_take(plane->names, told->segment, run.page_count);
-    if (!run.page)
+    struct kvfs_run run = {.page_count = frame->pending->pages};
+    if (place_take_client(plane->names, run.page_count, &run.segment, &run.page, &run.generation) < 0)
         return;
     kvfs_set_tick(plane, place_tick(plane->names));
     item_finish(plane, frame, &run, 1);
@@ -292,7 +276,8 @@ static int item_reserve(struct kvfs_plane *plane, struct reserve *frame) {
     struct kvfs_reserve *told = &frame->told;
     struct item item = item_read(frame);
     uint64_t data_pages = item.size / PAGE + (item.size % PAGE != 0);
-    int error = item.shard->error ? item.shard->error : data_pages > told->share_pages || data_pages > UINT32_MAX / 2 ? -EFBIG : 0;
+    uint64_t share = plane->reservations.share_pages;
+    int error = item.shard->error ? item.shard->error : data_pages > share || data_pages > UINT32_MAX / 2 ? -EFBIG : 0;
     if (error == 0)
         error = ancestors_take(plane, frame, item.shard->directory);
     if (error == -EAGAIN) {
@@ -308,7 +293,7 @@ static int item_reserve(struct kvfs_plane *plane, struct reserve *frame) {
     uint32_t record_size = (uint32_t)(sizeof(struct kvfs_inode_record) + round_up(item.name_size, 8));
     uint32_t header_pages = kvfs_header_pages(item.size, record_size, (uint32_t)frame->ancestors_size, runs);
     uint64_t pages = header_pages + data_pages;
-    int asked = pages > told->share_pages ? -EFBIG : pages_ask(plane, frame, pages);
+    int asked = pages > share ? -EFBIG : reservation_ask(plane, frame->holder, pages);
     if (asked && asked != -EFBIG)
         return asked;
     error = asked ? asked : answer_prepare(frame, record_size + runs * (uint64_t)sizeof(struct kvfs_extent), runs);
@@ -318,10 +303,10 @@ static int item_reserve(struct kvfs_plane *plane, struct reserve *frame) {
         return 0;
     }
     made->pages = (uint32_t)pages;
+    made->moves = plane->reservations.moves; /* as the ancestors are */
     made->record->header_pages = header_pages;
     /* Charged before the wait for a place, so that two that wait do not both find room. */
     reservation_charge(plane, frame->holder, pages);
-    told->room_pages -= pages;
     frame->pending = made;
     place_try(plane, frame);
     told->header_pages = header_pages;

@@ -95,6 +95,10 @@ struct place_runs {
     struct run *first, *last;
     uint64_t generation; /* of the head; else unused */
 };
+struct client_head {
+    uint64_t generation;
+    uint32_t segment; /* UINT32_MAX: none */
+};
 struct places {
     struct kvfs_place *all;
     struct place_runs *runs;
@@ -105,7 +109,8 @@ struct places {
         uint64_t generation;
         uint32_t segment;
     } supply[KVFS_SUPPLY_MAX];
-    uint32_t supply_count;
+    uint32_t supply_count, client_count;
+    struct client_head clients[KVFS_CLIENT_HEADS];
     bool closed; /* Python itself appends where new blocks go */
     bool wake;   /* Python is to take notes now */
 };
@@ -126,6 +131,8 @@ static inline void places_free(struct places *places) {
  * many. -ENOSPC: no segment has room, or none is opened ahead; -EAGAIN: it is larger than a segment, and Python's; -ENOMEM. */
 #define PLACE_RUNS_MAX 2
 int place_take(struct kvfs_names *names, uint32_t header_pages, uint32_t data_pages, struct kvfs_run runs[PLACE_RUNS_MAX]);
+/* The same of native clients: all of the pages in one segment, or -EAGAIN. */
+int place_take_client(struct kvfs_names *names, uint32_t pages, uint32_t *segment, uint32_t *page, uint64_t *generation);
 /* The run has ended. Returns those to tell once the step is over; `own`, which may be NULL, is among them, now or later. */
 struct settled *place_end(struct kvfs_names *names, uint32_t segment, uint32_t page, struct settled *own);
 void place_fail(struct kvfs_names *names, uint32_t segment, uint32_t page);

@@ -18,6 +18,9 @@ struct kvfs_place *kvfs_places_make(struct kvfs_names *names, uint32_t segment_c
     places->end_page = end_page;
     places->tick_pages = tick_pages;
     places->head = UINT32_MAX;
+    places->client_count = 1;
+    for (uint32_t i = 0; i < KVFS_CLIENT_HEADS; i++)
+        places->clients[i].segment = UINT32_MAX;
     return places->all;
 }
 
@@ -140,6 +143,39 @@ int place_take(struct kvfs_names *names, uint32_t header_pages, uint32_t data_pa
             return -ENOSPC;
     }
     return head_take(names, (uint32_t)pages, &runs[0]) ? 1 : -ENOMEM;
+}
+
+int place_take_client(struct kvfs_names *names, uint32_t pages, uint32_t *segment, uint32_t *page, uint64_t *generation) {
+    struct places *places = names_places(names);
+    const struct client_head *best = NULL;
+    for (uint32_t i = 0, least = UINT32_MAX; i < places->client_count; i++) {
+        const struct client_head *head = &places->clients[i];
+        uint32_t in_flight = head->segment == UINT32_MAX ? 0 : places->all[head->segment].run_count;
+        if (in_flight < least) {
+            least = in_flight;
+            best = head;
+        }
+    }
+    if (!best || best->segment == UINT32_MAX || places->all[best->segment].next_page + (uint64_t)pages > places->end_page)
+        return -EAGAIN;
+    *segment = best->segment;
+    *page = places->all[best->segment].next_page;
+    *generation = best->generation;
+    place_note(names, best->segment, KVFS_NOTE_CHANGED);
+    return run_add(names, best->segment, pages) ? 0 : -EAGAIN;
+}
+
+void kvfs_place_clients(struct kvfs_names *names, uint32_t count) {
+    kvfs_names_begin(names);
+    names_places(names)->client_count = count < KVFS_CLIENT_HEADS ? count : KVFS_CLIENT_HEADS;
+    kvfs_names_end(names);
+}
+
+void kvfs_place_client(struct kvfs_names *names, uint32_t head, uint32_t segment, uint64_t generation) {
+    kvfs_names_begin(names);
+    assert(head < KVFS_CLIENT_HEADS && (segment == UINT32_MAX || segment < names_places(names)->count));
+    names_places(names)->clients[head] = (struct client_head){generation, segment};
+    kvfs_names_end(names);
 }
 
 uint32_t kvfs_place_lead(struct kvfs_names *names) {
