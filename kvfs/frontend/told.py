@@ -10,10 +10,9 @@ from collections.abc import Sequence
 
 from kvfs._native import ffi
 
-# One device's, in a second: bytes, and what one block costs beside its own.
+# One device's, in a second.
 DEVICE_BYTES_S = 8 << 30
-BLOCK_COST = 16 << 10
-# Uses and totals are told once a second, or later by a client that is slow.
+# Totals are told once a second, or later by a client that is slow.
 TOGETHER_S = 2.0
 # Anything that is counted, in a second of one user's clients.
 _COUNT_S = 100_000_000
@@ -46,11 +45,10 @@ class Credit:
 
 
 class Told:
-    """Bytes that one user may have read, and the totals that its clients may report."""
+    """The totals that one user's clients may report."""
 
     def __init__(self, device_count: int) -> None:
         bytes_s = DEVICE_BYTES_S * max(1, device_count)
-        self.reads = Credit(bytes_s)
         self.totals = [Credit(bytes_s if name.endswith("_bytes") else _COUNT_S) for name in REPORTED[:TOTALS]]
 
 

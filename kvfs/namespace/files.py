@@ -468,7 +468,7 @@ class Namespace:
             nameless.ctime_ns = now
             self._index.put(nameless, inode)
             if inode.kind == Kind.DIRECTORY:
-                self._blocks.directory_removals += 1
+                self._blocks.directory_gone()
                 return
             self._plane.inode_update(nameless.pack())
             # Its block must not come back after a crash; its space is not free yet.
@@ -480,7 +480,7 @@ class Namespace:
     def _drop(self, inode: Inode) -> None:
         self._index.delete(inode)
         if inode.kind == Kind.DIRECTORY:
-            self._blocks.directory_removals += 1
+            self._blocks.directory_gone()
             removed = self._removed[inode.inode] = inode.copy()
             removed.nlink = 0
             if len(self._removed) > _REMOVED_MAX:

@@ -227,7 +227,7 @@ class Blocks:
             except PlaneError:
                 return
             self.index.delete(inode)
-            self.directory_removals += 1
+            self.directory_gone()
             self.tell_hosts()
 
     def _rights(self, inode: Inode) -> Rights | None:
@@ -293,9 +293,14 @@ class Blocks:
     def _directory_changed(self, number: InodeNumber) -> None:
         """Summaries of blocks below it must say so."""
         self.directory_moves += 1
-        self.plane.frames.directories_moved()
+        self.plane.frames.directories_changed(moved=True)
         self._moved_directories.append(number)
         self._directory_moved.set()
+
+    def directory_gone(self) -> None:
+        """A directory was removed, or lost its name."""
+        self.directory_removals += 1
+        self.plane.frames.directories_changed(moved=False)
 
     def moved(self, before: Inode, after: Inode) -> None:
         """The inode lies in another directory, where other pins may hold it."""

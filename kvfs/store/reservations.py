@@ -12,8 +12,9 @@ its version is lower than the version of the inode that stays. A block may repla
 risen above its own (attributes changed, a rewrite). It enters with a new version. Its header has the old one, so the
 commit is answered when the index is durable.
 
-The table and the rules are C's (native/src/content/reserve.c, commit.c), one call for 64 blocks. Here are the waits:
-for places that no open segment has, for others' pages, for expiry, and until a commit is safe.
+The table and the rules are C's (native/src/content/reserve.c, commit.c), one call for 64 blocks; what needs no wait its
+thread does alone (native/src/frames/answer.c). Here are the waits: for places that no open segment has, for others'
+pages, for expiry, and until a commit is safe.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class Reservations:
         self._resting: deque[tuple[float, int, int]] = deque()
         self._frames.limit(len(self._segments.own) * self._segments.area // _SHARE, _OPEN_MAX)
         # Those that are gone as long as something of theirs is not buried.
-        self._holders: set[Holder] = set()
+        self._holders: dict[HolderPages, Holder] = {}
         self._work = trio.Event()
         self._idle = False  # run() knows of nothing that will expire
         self._released = trio.Event()
@@ -112,7 +113,7 @@ class Reservations:
     def join(self, user: int = ROOT, hang_up: Callable[[], None] = _nobody) -> Holder:
         """`hang_up`: has take_back_all() called soon."""
         holder = Holder(self._frames.join(user), user, hang_up)
-        self._holders.add(holder)
+        self._holders[holder.told] = holder
         return holder
 
     def take_back_all(self, holder: Holder) -> None:
@@ -122,6 +123,12 @@ class Reservations:
             self._frames.leave(holder.told)
             self._look(holder)
             self._work.set()
+
+    def look(self) -> None:
+        """Take in what the data plane did for clients by itself."""
+        while (told := self._frames.changed()) is not None:
+            self._look(self._holders[told])
+        self._work.set()
 
     def _look(self, holder: Holder) -> None:
         """After each call for one of this client's frames, with no await between: take in what it did."""
@@ -143,8 +150,8 @@ class Reservations:
             self._shares.add(RESERVED, holder.user, (change + late + rested) * PAGE_SIZE)
         if change < 0 or late < 0:
             self._wake()
-        if holder.left and not told.count and holder in self._holders:
-            self._holders.discard(holder)
+        if holder.left and not told.count and told in self._holders:
+            del self._holders[told]
             self._frames.free(told)
 
     def _reserved(self) -> None:
@@ -190,28 +197,35 @@ class Reservations:
         commit of the index keeps room back.
         """
         self._check(holder)
-        begun = trio.current_time()
         with self._frames.reserve(holder.told, items, count, shards, uid, flags) as frame:
-            with trio.move_on_after(min(timeout_s, SPACE_TIMEOUT_S)) as patience, suppress(NoSpaceError, NamesError):
-                await self._reserve(holder, frame, pause)
-            if patience.cancelled_caught:
-                behind = self._segments.waits_for_commit
-                log.warning("a put found no room in %.0f s: %s", trio.current_time() - begun,
-                            "emptied segments wait for a commit of the index" if behind else "others have reserved it"
-                            if self._segments.free_count() else "no segment is free")  # fmt: skip
-                frame.told.refusal = -EIO if behind else 0
-            answer = frame.finish(_nanoseconds(trio.current_time()) + RESERVATION_MS * 1_000_000)
-            self._look(holder)
+            await self.reserve_on(holder, frame, Next.MORE, timeout_s, pause)
+            return frame.answer()
+
+    async def reserve_on(
+        self, holder: Holder, frame: Reserve, found: Next | None, timeout_s: float, pause: Pause
+    ) -> None:
+        """Go on with a RESERVE until it has its answer. found: what it has said last."""
+        begun = trio.current_time()
+        with trio.move_on_after(min(timeout_s, SPACE_TIMEOUT_S)) as patience, suppress(NoSpaceError, NamesError):
+            await self._reserve(holder, frame, found, pause)
+        if patience.cancelled_caught:
+            behind = self._segments.waits_for_commit
+            log.warning("a put found no room in %.0f s: %s", trio.current_time() - begun,
+                        "emptied segments wait for a commit of the index" if behind else "others have reserved it"
+                        if self._segments.free_count() else "no segment is free")  # fmt: skip
+            frame.told.refusal = -EIO if behind else 0
+        frame.finish(_nanoseconds(trio.current_time()) + RESERVATION_MS * 1_000_000)
+        self._look(holder)
         if self._idle:
             self._work.set()
-        return answer
 
-    async def _reserve(self, holder: Holder, frame: Reserve, pause: Pause) -> None:
-        told = frame.told
+    async def _reserve(self, holder: Holder, frame: Reserve, found: Next | None, pause: Pause) -> None:
+        told, first = frame.told, found != Next.MORE
         self._shares.notify()
         while True:
             self._check(holder)
-            found = frame.go()
+            found = found if first else frame.go()
+            first = False
             self._look(holder)
             if found == Next.MORE:
                 await pause()
@@ -251,25 +265,34 @@ class Reservations:
 
         When this returns a crash cannot lose a block that it said 0 for. timeout_s: for the wait for room in the table.
         """
-        replaced = full = False
-        until = trio.current_time() + timeout_s
         with self._frames.commit(holder.told, items, count) as frame:
-            found, left = Next.MORE, 0
-            while found != Next.DONE:
-                self._check(holder)
-                found = frame.go()
-                replaced |= self._committed(holder, frame)
-                if found == Next.NAMES and not full and not self._blocks.table_room.left():
-                    # The item may have ended meanwhile: C looks again.
-                    full = not await self._has_room(until - trio.current_time())
-                elif found == Next.NAMES:
-                    left += 1
-                    replaced |= self._enter(holder, frame, make_way)
-                if found == Next.MORE or left == _YIELD_EVERY:
-                    left = 0
-                    await pause()
-            await self._secure([_run(run) for run in frame.runs()], bool(frame.told.durable))
+            replaced = await self.commit_on(holder, frame, Next.MORE, make_way, timeout_s, pause)
             return frame.answers(), replaced
+
+    async def commit_on(
+        self, holder: Holder, frame: Commit, found: Next, make_way: MakeWay, timeout_s: float, pause: Pause
+    ) -> bool:
+        """Go on with a COMMIT until its answers are true. found: what it has said last. Returns whether hosts may know
+        what had a name before."""
+        until = trio.current_time() + timeout_s
+        replaced, full, left = self._committed(holder, frame), False, 0
+        # What was said to another thread may not be true any more: C says it again.
+        found = Next.MORE if found == Next.NAMES else found
+        while found != Next.DONE:
+            self._check(holder)
+            found = frame.go()
+            replaced |= self._committed(holder, frame)
+            if found == Next.NAMES and not full and not self._blocks.table_room.left():
+                # The item may have ended meanwhile: C looks again.
+                full = not await self._has_room(until - trio.current_time())
+            elif found == Next.NAMES:
+                left += 1
+                replaced |= self._enter(holder, frame, make_way)
+            if found == Next.MORE or left == _YIELD_EVERY:
+                left = 0
+                await pause()
+        await self._secure([_run(run) for run in frame.runs()], bool(frame.told.durable))
+        return replaced
 
     async def _has_room(self, timeout_s: float) -> bool:
         """Wait for room in the block table."""
@@ -339,29 +362,29 @@ class Reservations:
         """Take back what expired or was given up. Until cancelled."""
         while True:
             self._work = trio.Event()
-            self._expire()
             self._end_rests()
+            until = self._expire()
             with trio.CancelScope(shield=True):
                 buried = await self._bury()
             if buried:
                 continue
-            until = self._frames.next_expiry()
             self._idle = until is None
             rests = self._resting[0][0] if self._resting else float("inf")
             with trio.move_on_at(min(rests, self._end_late(), float("inf") if until is None else until / 1e9)):
                 await self._work.wait()
             self._idle = False
 
-    def _expire(self) -> None:
-        expired = self._frames.expire(_nanoseconds(trio.current_time()))
+    def _expire(self) -> int | None:
+        expired, until = self._frames.expire(_nanoseconds(trio.current_time()))
         if expired:
             log.warning("%d reservations of native clients were not committed within %d s: taken back",
                         expired, RESERVATION_MS // 1000)  # fmt: skip
+        return until
 
     def _end_late(self) -> float:
         """Hang up on clients that keep what expired for too long. Returns when to look again."""
         again = float("inf")
-        for holder in self._holders:
+        for holder in self._holders.values():
             since = self._frames.late_since(holder.told) if holder.late and not holder.hung_up else None
             if since is None:
                 continue
@@ -397,13 +420,13 @@ class Reservations:
                 nursery.start_soon(work)
         for number in numbers:
             self._frames.buried(number)
-        for holder in list(self._holders):
+        for holder in list(self._holders.values()):
             self._look(holder)
         return True
 
     async def close(self) -> None:
         """Take everything back. Afterwards no segment has a client's run in flight."""
-        for holder in list(self._holders):
+        for holder in list(self._holders.values()):
             self.take_back_all(holder)
         while self.pages:
             await self._released.wait()

@@ -51,6 +51,7 @@ _SUMMARY_WRITERS = 4
 _YIELD_EVERY = 256
 # Append points of native clients: at most so many, and one in so many segments that can be written.
 _HEADS_MAX: int = lib.KVFS_CLIENT_HEADS
+_NO_HEAD = None, 0
 _SEGMENTS_A_HEAD = 48
 # Segments opened ahead, the data plane's supply: at most so many, and one in so many.
 _READY_MAX = 32
@@ -61,10 +62,6 @@ _ROTATE = 16
 LATE_WRITES_S = 10.0
 # After a start: a client of the daemon before goes on writing what it reserved, for half its time at most.
 _LENT_REST_S = 20.0
-
-
-def _nobody(segment: Segment | None) -> None:
-    pass
 
 
 def _log_impossible(segment: int, message: str) -> None:
@@ -122,7 +119,7 @@ class Segments:
         self._late: dict[SegmentIndex, float] = {}
         self._ready: deque[Segment] = deque()
         # A commit of native clients waits for what others were given before in its segments: so they have several.
-        self._heads = {s: [Head(s, self._lead if s == Stream.NEW else _nobody)] for s in Stream}
+        self._heads = {s: [Head(s, self._lead if s == Stream.NEW else lambda _: None)] for s in Stream}
         self._heads[Stream.CLIENT] = [Head(Stream.CLIENT, partial(self._lead_clients, i)) for i in range(_HEADS_MAX)]
         # Runs of the data plane that were not written.
         self._failed: list[Run] = []
@@ -324,17 +321,11 @@ class Segments:
 
     def _lead(self, segment: Segment | None) -> None:
         """The data plane appends new blocks to this segment."""
-        if segment is None:
-            self.names.head(None)
-        else:
-            self.names.head(segment.index, segment.generation)
+        self.names.head(*(_NO_HEAD if segment is None else (segment.index, segment.generation)))
 
     def _lead_clients(self, head: int, segment: Segment | None) -> None:
         """The data plane appends blocks of native clients to this segment, too."""
-        if segment is None:
-            self.names.client_head(head, None)
-        else:
-            self.names.client_head(head, segment.index, segment.generation)
+        self.names.client_head(head, *(_NO_HEAD if segment is None else (segment.index, segment.generation)))
 
     def changed(self, segment: Segment) -> None:
         self._changed.add(segment.index)
@@ -400,12 +391,11 @@ class Segments:
 
     def head(self, stream: Stream) -> Head:
         """Where to append what belongs together: of the stream's heads the one with least in flight."""
-        count = min(len(self._heads[stream]), self._head_count())
 
         def busy(head: Head) -> tuple[bool, int]:
             return head.lock.locked(), 0 if head.segment is None else head.segment.in_flight
 
-        return min(self._heads[stream][:count], key=busy)
+        return min(self._heads[stream][: self._head_count()], key=busy)
 
     def _head_count(self) -> int:
         return max(1, self.usable // _SEGMENTS_A_HEAD)

@@ -158,8 +158,9 @@ enum kvfs_event_type {
         16,                 /* another node has stored this inode's name, or removed it, or changed a directory. value = the version up to which this
                                   * node's own loses */
     KVFS_EVENT_PINNED = 17, /* a file that was being sealed here was pinned meanwhile, or a directory above it: its pages are to be counted */
-    KVFS_EVENT_PLACES = 14, /* kvfs_places_noted() has news that are waited for */
-    KVFS_EVENT_SLOW = 13    /* a request of this inode took longer than slow_ms. value = FUSE opcode << 56 | microseconds. Ten a second
+    KVFS_EVENT_RESERVED = 18, /* kvfs_holder_changed() has some */
+    KVFS_EVENT_PLACES = 14,   /* kvfs_places_noted() has news that are waited for */
+    KVFS_EVENT_SLOW = 13      /* a request of this inode took longer than slow_ms. value = FUSE opcode << 56 | microseconds. Ten a second
                                  * at most, and no more than ten not yet taken; the others count in slow_requests only */
 };
 struct kvfs_event {

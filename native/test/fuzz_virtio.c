@@ -1,4 +1,4 @@
-/* sources: base block names io content pod fuse virtiofs plane.c */
+/* sources: base block names io content pod frames fuse virtiofs plane.c */
 /* libFuzzer: a guest's rings and FUSE requests, as wild as it likes. The input is a program of small steps. They write descriptors, requests and
  * indexes into guest memory, and let the transport take them, without its threads. One queue is well formed (the fuzzer gets to the requests), one is
  * raw bytes (it gets to the descriptors). Other steps are a front end's messages to a second guest, and Python's work meanwhile. Python makes,

@@ -1,4 +1,4 @@
-/* sources: base block names io content pod fuse virtiofs plane.c */
+/* sources: base block names io content pod frames fuse virtiofs plane.c */
 /* Requests of native clients against a model: reservations of several clients, their commits, ends and expiries, beside a thread that makes and removes
  * the same names. Names, block table, places and the table of reservations agree after each step, also where memory ends. And frames of any bytes. */
 #include "kernel_harness.h"
@@ -292,7 +292,7 @@ static void leave(uint32_t holder) {
     CHECK(holders[holder]->count == 0 && holders[holder]->rested_pages == rested[holder] + left);
     kvfs_reservations_rested(plane, 7, holders[holder]->rested_pages);
     rested[holder] = 0;
-    kvfs_holder_free(holders[holder]);
+    kvfs_holder_free(plane, holders[holder]);
     CHECK((holders[holder] = kvfs_holder_create(plane, 7)) != NULL);
 }
 
@@ -300,9 +300,10 @@ static void leave_one(void) { leave((uint32_t)rand() % HOLDERS); }
 
 static void expire_some(void) {
     clock_now += (uint64_t)rand() % 120;
-    uint64_t first = kvfs_reservations_next(plane);
-    uint32_t count = kvfs_reservations_expire(plane, clock_now);
-    CHECK((count > 0) == (first <= clock_now));
+    uint64_t first, next;
+    CHECK(kvfs_reservations_expire(plane, 0, &first) == 0);
+    uint32_t count = kvfs_reservations_expire(plane, clock_now, &next);
+    CHECK((count > 0) == (first <= clock_now) && next > clock_now);
     for (uint32_t i = 0; i < model_count && count; i++)
         if (model[i].open) { /* in the order of the model: the oldest first */
             model_take_back(&model[i], true);
@@ -434,7 +435,7 @@ static void test_limits_are_of_users(void) {
     model_shrink();
     CHECK(alone == 20 && beside == 10); /* of 99 pages, of 2000 */
     kvfs_holder_leave(plane, other);
-    kvfs_holder_free(other);
+    kvfs_holder_free(plane, other);
     while (reserve(0, keys, 1, 400000) == 0)
         beside++;
     CHECK(beside == 30);
@@ -443,7 +444,7 @@ static void test_limits_are_of_users(void) {
     reclaimed += 20;
     bury_all();
     uint64_t left = holders[0]->rested_pages;
-    kvfs_holder_free(holders[0]);
+    kvfs_holder_free(plane, holders[0]);
     CHECK(left == 20 * 99 && (holders[0] = kvfs_holder_create(plane, 7)));
     CHECK(reserve(0, keys, 1, 400000) == -ENOSPC); /* where late writes may land no block goes */
     kvfs_reservations_rested(plane, 7, left);
@@ -625,7 +626,7 @@ int main(void) {
         kvfs_holder_leave(plane, holders[i]);
     bury_all();
     for (uint32_t i = 0; i < HOLDERS; i++)
-        kvfs_holder_free(holders[i]);
+        kvfs_holder_free(plane, holders[i]);
     plane_end();
     printf("ok the plane comes down with nothing left\n");
     return 0;

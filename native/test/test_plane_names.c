@@ -1,4 +1,4 @@
-/* sources: base block names io content pod fuse virtiofs plane.c */
+/* sources: base block names io content pod frames fuse virtiofs plane.c */
 /* Files that the data plane makes, seals, renames and removes without Python, and what it tells Python of them. Then many threads at once, beside
  * commits. */
 #include "kernel_harness.h"

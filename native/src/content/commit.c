@@ -213,6 +213,18 @@ int kvfs_commit_item(struct kvfs_plane *plane, struct kvfs_commit *told, int err
     return entered;
 }
 
+bool commit_is_settled(struct kvfs_plane *plane, const struct kvfs_commit *told) {
+    const struct places *places = names_places(plane->names);
+    bool settled = true;
+    kvfs_names_begin(plane->names);
+    for (uint32_t i = 0; i < told->run_count && settled; i++) {
+        const struct run *first = places->runs[told->runs[i].segment].first;
+        settled = !first || first->page >= told->runs[i].page;
+    }
+    kvfs_names_end(plane->names);
+    return settled;
+}
+
 void kvfs_commit_end(struct kvfs_commit *told) {
     struct commit *frame = (struct commit *)(void *)told;
     free(frame->answers);

@@ -44,6 +44,7 @@ struct user {
     atomic_ullong open, other;                    /* bytes: blocks open and charged to the user; pins and slabs, by Python's count */
     atomic_ullong writing;                        /* bytes of files being written */
     atomic_ullong reserved;                       /* pages of reservations, and that rest; changed within a step */
+    uint64_t told_left, told_ns;                  /* bytes of uses that its clients may tell, as of then: the thread of frames has them */
     uint64_t resting;                             /* pages of those that nobody can commit. Within a step, as is `clients` */
     uint32_t clients;                             /* that are connected */
     atomic_ullong evicted;                        /* blocks that went while the user had them open */
@@ -639,6 +640,7 @@ struct kvfs_plane {
     struct opens *opens;                                /* the same */
     uint64_t news_until_ns;                             /* until then news of before the daemon's start are still to come */
     struct lost_handles *lost;                          /* NULL: the mount is of this daemon alone */
+    struct clients *clients;                            /* frames/frames.h */
     struct fuse *fuse;                                  /* fuse/fuse.h */
     struct guests *guests;                              /* virtiofs/virtio.h */
 };

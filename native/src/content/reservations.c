@@ -11,6 +11,7 @@ static struct reservation **bucket_of(struct kvfs_plane *plane, uint64_t number)
 void reservations_init(struct kvfs_plane *plane) {
     link_init(&plane->reservations.open);
     link_init(&plane->reservations.returned);
+    link_init(&plane->reservations.changed);
     plane->reservations.share_pages = UINT64_MAX;
     plane->reservations.open_max = UINT32_MAX;
 }
@@ -53,8 +54,13 @@ void kvfs_holder_leave(struct kvfs_plane *plane, struct kvfs_holder *told) {
     kvfs_names_end(plane->names);
 }
 
-void kvfs_holder_free(struct kvfs_holder *holder) {
-    assert(!holder->count && !holder->pages && !holder->late_pages);
+void kvfs_holder_free(struct kvfs_plane *plane, struct kvfs_holder *told) {
+    struct holder *holder = (struct holder *)(void *)told;
+    kvfs_names_begin(plane->names);
+    assert(!told->count && !told->pages && !told->late_pages);
+    if (holder->changed.after)
+        link_drop(&holder->changed);
+    kvfs_names_end(plane->names);
     free(holder);
 }
 
@@ -109,10 +115,39 @@ void kvfs_reservations_rested(struct kvfs_plane *plane, uint32_t uid, uint64_t p
     kvfs_names_end(plane->names);
 }
 
-void kvfs_directories_moved(struct kvfs_plane *plane) {
+void kvfs_directories_changed(struct kvfs_plane *plane, int moved) {
     kvfs_names_begin(plane->names);
-    plane->reservations.moves++;
+    plane->reservations.moves += moved != 0;
+    atomic_fetch_add(&plane->reservations.changes, 1);
     kvfs_names_end(plane->names);
+}
+
+/* ---- what Python takes in ---- */
+
+bool reservations_are_awaited(struct kvfs_plane *plane) {
+    kvfs_names_begin(plane->names);
+    bool awaited = plane->reservations.awaited > 0 || !link_empty(&plane->reservations.returned);
+    kvfs_names_end(plane->names);
+    return awaited;
+}
+
+void holder_change(struct kvfs_plane *plane, struct holder *holder) {
+    kvfs_names_begin(plane->names);
+    if (!holder->changed.after)
+        link_add(&plane->reservations.changed, &holder->changed);
+    kvfs_names_end(plane->names);
+}
+
+struct kvfs_holder *kvfs_holder_changed(struct kvfs_plane *plane) {
+    struct kvfs_holder *told = NULL;
+    kvfs_names_begin(plane->names);
+    if (!link_empty(&plane->reservations.changed)) {
+        struct holder *holder = (void *)((char *)plane->reservations.changed.after - offsetof(struct holder, changed));
+        link_drop(&holder->changed);
+        told = &holder->told;
+    }
+    kvfs_names_end(plane->names);
+    return told;
 }
 
 void reservation_charge(struct kvfs_plane *plane, struct holder *holder, uint64_t pages) {
@@ -256,20 +291,13 @@ void reservation_end_late(struct kvfs_plane *plane, struct reservation *reservat
 
 /* ---- taking back ---- */
 
-uint64_t kvfs_reservations_next(struct kvfs_plane *plane) {
-    const struct link *open = &plane->reservations.open;
-    kvfs_names_begin(plane->names);
-    uint64_t next = link_empty(open) ? UINT64_MAX : of_turn(open->after)->until;
-    kvfs_names_end(plane->names);
-    return next;
-}
-
-uint32_t kvfs_reservations_expire(struct kvfs_plane *plane, uint64_t now) {
+uint32_t kvfs_reservations_expire(struct kvfs_plane *plane, uint64_t now, uint64_t *next) {
     const struct link *open = &plane->reservations.open;
     uint32_t count = 0;
     kvfs_names_begin(plane->names);
     for (; !link_empty(open) && of_turn(open->after)->until <= now; count++)
         reservation_take_back(plane, of_turn(open->after), true, true);
+    *next = link_empty(open) ? UINT64_MAX : of_turn(open->after)->until;
     kvfs_names_end(plane->names);
     return count;
 }

@@ -18,6 +18,7 @@ struct reserve {
     uint8_t *answer, *ancestors;
     uint64_t capacity, ancestors_size, ancestors_capacity;
     struct link made;
+    bool waits; /* for pages of others */
 };
 struct item {
     uint64_t size, end, parent;
@@ -340,13 +341,20 @@ struct kvfs_reserve *kvfs_reserve_begin(struct kvfs_holder *holder, uint32_t fla
     return &frame->told;
 }
 
+static void waits_set(struct kvfs_plane *plane, struct reserve *frame, bool waits) {
+    plane->reservations.awaited += (uint32_t)waits - (uint32_t)frame->waits;
+    frame->waits = waits;
+}
+
 int kvfs_reserve(struct kvfs_plane *plane, struct kvfs_reserve *told) {
     struct reserve *frame = (struct reserve *)(void *)told;
     int r = 0;
     assert(!frame->pending);
     kvfs_names_begin(plane->names);
+    waits_set(plane, frame, false);
     for (uint32_t i = 0; r == 0 && i < KVFS_FRAME_PART && frame->done < frame->count; i++)
         r = item_reserve(plane, frame);
+    waits_set(plane, frame, r == KVFS_FRAME_ROOM);
     kvfs_names_end(plane->names);
     told->answer = frame->answer;
     return r ? r : frame->done < frame->count ? KVFS_FRAME_MORE : KVFS_FRAME_DONE;
@@ -369,6 +377,7 @@ void kvfs_reserve_place(struct kvfs_plane *plane, struct kvfs_reserve *told, con
 void kvfs_reserve_finish(struct kvfs_plane *plane, struct kvfs_reserve *told, uint64_t until) {
     struct reserve *frame = (struct reserve *)(void *)told;
     kvfs_names_begin(plane->names);
+    waits_set(plane, frame, false);
     if (frame->pending)
         pending_drop(plane, frame);
     while (frame->done < frame->count) {
@@ -377,6 +386,14 @@ void kvfs_reserve_finish(struct kvfs_plane *plane, struct kvfs_reserve *told, ui
     }
     reservations_stamp(plane, &frame->made, until);
     kvfs_names_end(plane->names);
+}
+
+uint8_t *reserve_take_answer(struct kvfs_reserve *told) {
+    struct reserve *frame = (struct reserve *)(void *)told;
+    uint8_t *answer = frame->answer;
+    frame->answer = NULL;
+    told->answer = NULL;
+    return answer;
 }
 
 void kvfs_reserve_end(struct kvfs_plane *plane, struct kvfs_reserve *told) {
