@@ -16,10 +16,9 @@ from functools import partial
 
 import trio
 
-from kvfs._native import lib
 from kvfs.errors import DeviceError, FileTooLargeError, FormatError, KvfsError, NoSpaceError
 from kvfs.index.interface import Index
-from kvfs.names import Note, step
+from kvfs.names import CLIENT_HEADS, HEAD_NEW, Note, step
 from kvfs.plane import Plane, Run
 from kvfs.pool.config import PoolConfig
 from kvfs.pool.format import (
@@ -50,8 +49,6 @@ _PIECE_PAGES_MIN = 16
 _SUMMARY_WRITERS = 4
 _YIELD_EVERY = 256
 # Append points of native clients: at most so many, and one in so many segments that can be written.
-_HEADS_MAX: int = lib.KVFS_CLIENT_HEADS
-_NO_HEAD = None, 0
 _SEGMENTS_A_HEAD = 48
 # Segments opened ahead, the data plane's supply: at most so many, and one in so many.
 _READY_MAX = 32
@@ -119,8 +116,11 @@ class Segments:
         self._late: dict[SegmentIndex, float] = {}
         self._ready: deque[Segment] = deque()
         # A commit of native clients waits for what others were given before in its segments: so they have several.
-        self._heads = {s: [Head(s, self._lead if s == Stream.NEW else lambda _: None)] for s in Stream}
-        self._heads[Stream.CLIENT] = [Head(Stream.CLIENT, partial(self._lead_clients, i)) for i in range(_HEADS_MAX)]
+        self._led = [
+            Head(Stream.CLIENT if i else Stream.NEW, partial(self._lead, HEAD_NEW + i)) for i in range(1 + CLIENT_HEADS)
+        ]
+        self._heads = {s: [Head(s, lambda _: None)] for s in Stream}
+        self._heads |= {Stream.NEW: self._led[:1], Stream.CLIENT: self._led[1:]}
         # Runs of the data plane that were not written.
         self._failed: list[Run] = []
         self._flush_lock = trio.Lock()
@@ -295,9 +295,12 @@ class Segments:
                 self._look_at_settled(segment)
             if not segment.live_pages:
                 self.free_if_empty(segment)
-        if led:
-            lead = self.names.lead()
-            self._heads[Stream.NEW][0].segment = None if lead is None else self.all[lead]
+        for i, head in enumerate(self._led) if led else ():
+            lead = self.names.lead(HEAD_NEW + i)
+            # Of one that the data plane does not append to the segment is known here alone.
+            if lead is not None:
+                head.segment = self.all[lead]
+                head.segment.stream = head.stream
 
     def take_failed(self) -> list[Run]:
         """Runs of the data plane that were not written, for tombstone() and release()."""
@@ -319,13 +322,9 @@ class Segments:
         self.take_notes()
         head.on_lead(None)
 
-    def _lead(self, segment: Segment | None) -> None:
-        """The data plane appends new blocks to this segment."""
-        self.names.head(*(_NO_HEAD if segment is None else (segment.index, segment.generation)))
-
-    def _lead_clients(self, head: int, segment: Segment | None) -> None:
-        """The data plane appends blocks of native clients to this segment, too."""
-        self.names.client_head(head, *(_NO_HEAD if segment is None else (segment.index, segment.generation)))
+    def _lead(self, head: int, segment: Segment | None) -> None:
+        """The data plane appends to this segment, too."""
+        self.names.head(head, *((None, 0) if segment is None else (segment.index, segment.generation)))
 
     def changed(self, segment: Segment) -> None:
         self._changed.add(segment.index)

@@ -188,22 +188,21 @@ struct kvfs_failed_run {
     uint32_t page, page_count;
 };
 int kvfs_place_failed(struct kvfs_names *names, uint32_t segment, struct kvfs_failed_run *out);
-/* New blocks of the data plane are appended to this segment, of this generation, then to the supply's. UINT32_MAX: to none, until the next
- * call. */
-void kvfs_place_head(struct kvfs_names *names, uint32_t segment, uint64_t generation);
-/* The segment that is appended to; UINT32_MAX: none. */
-uint32_t kvfs_place_lead(struct kvfs_names *names);
+/* The data plane appends to heads: new blocks of files to KVFS_HEAD_NEW, those of native clients to the ones behind it, each time to that with least in
+ * flight. A head appends to its segment, of this generation, then to the supply's. UINT32_MAX: to none, until the next call. */
+#define KVFS_HEAD_NEW 0
+#define KVFS_CLIENT_HEADS 4
+#define KVFS_HEADS 5
+void kvfs_place_head(struct kvfs_names *names, uint32_t head, uint32_t segment, uint64_t generation);
+/* How many heads native clients have, KVFS_CLIENT_HEADS at most. One that appends to nothing has nothing in flight. */
+void kvfs_place_clients(struct kvfs_names *names, uint32_t count);
+/* The segment that a head appends to; UINT32_MAX: none. */
+uint32_t kvfs_place_lead(struct kvfs_names *names, uint32_t head);
 /* Open segments that are appended to next, in their order, KVFS_SUPPLY_MAX at most. -ENOSPC: there are that many. */
 #define KVFS_SUPPLY_MAX 64
 int kvfs_place_supply(struct kvfs_names *names, uint32_t segment, uint64_t generation);
 /* 1: the segment has left the supply. 0: it was not there. */
 int kvfs_place_withdraw(struct kvfs_names *names, uint32_t segment);
-/* Blocks of native clients are appended to segments of `count` heads, KVFS_CLIENT_HEADS at most, each time to that with least in flight. One without a
- * segment has nothing in flight. */
-#define KVFS_CLIENT_HEADS 4
-void kvfs_place_clients(struct kvfs_names *names, uint32_t count);
-/* A head's segment, of this generation; UINT32_MAX: it has none, until the next call. */
-void kvfs_place_client(struct kvfs_names *names, uint32_t head, uint32_t segment, uint64_t generation);
 uint64_t kvfs_places_written(struct kvfs_names *names); /* pages, since they were made */
 /* Segments with notes, which are taken. Returns how many of `capacity` were written; call again until it is 0. */
 struct kvfs_noted {

@@ -232,7 +232,7 @@ static void start(void) {
     kvfs_names_number(names, UINT64_C(1) << KVFS_COUNTER_BITS, 0);
     places = kvfs_places_make(names, 2, 4096, 1 << 20);
     CHECK(places && kvfs_names_put(names, &top, 0) == 0);
-    kvfs_place_head(names, 1, 1);
+    kvfs_place_head(names, KVFS_HEAD_NEW, 1, 1);
     session = kvfs_session_open(plane);
     CHECK(session >= 0);
     kvfs_calls_open(plane, 1);

@@ -12,9 +12,10 @@
 #define SPACE_INODE 77u
 #define USER 7u
 #define CLIENTS_MAX 64u
-#define SECONDS(n) ((n)*slowness())
+#define SECONDS(n) ((n) * slowness())
 
 static struct kvfs_names *names;
+static struct kvfs_place *places;
 static struct kvfs_shard shards[KVFS_SHARDS];
 
 /* ---- Python's double ---- */
@@ -226,7 +227,8 @@ static uint32_t reserve(struct peer *peer, const char *prefix, uint32_t first, u
     for (uint64_t at = 0; head.status == 0 && at < head.size;) {
         struct wire_reserved reserved;
         memcpy(&reserved, reply + at, sizeof(reserved));
-        at += sizeof(reserved) + reserved.run_count * sizeof(struct wire_run) + round_up(reserved.record_size, 8) + round_up(reserved.ancestors_size, 8);
+        at += sizeof(reserved) + reserved.run_count * sizeof(struct wire_run) + round_up(reserved.record_size, 8) +
+              round_up(reserved.ancestors_size, 8);
         if (!reserved.error)
             out[made++] = reserved.reservation;
     }
@@ -252,7 +254,7 @@ static void commit(struct peer *peer, const uint64_t *numbers, uint32_t count) {
 
 /* ---- the tests ---- */
 
-static void segment_open(uint32_t segment) { kvfs_place_client(names, 0, segment, 9); }
+static void segment_open(uint32_t segment) { kvfs_place_head(names, 1, segment, 9); }
 
 static void test_a_put_needs_python_once(void) {
     uint64_t numbers[200];
@@ -273,6 +275,37 @@ static void test_a_put_needs_python_once(void) {
     before = clients_count(plane);
     CHECK(before.handed == after.handed + 1);
     hang_up(&peer);
+}
+
+/* A segment that is full is left for the next of the supply; a block goes on there where it fits neither wholly. */
+static void test_a_put_goes_on_to_the_next_segment(void) {
+    uint64_t numbers[200];
+    struct kvfs_noted noted[SEGMENTS];
+    struct peer peer = connect_as(USER, NULL, 0);
+    reserve(&peer, "06", 0, 1, numbers);
+    kvfs_reservations_limit(plane, 100000, 1000);
+    kvfs_place_head(names, 2, 4, 9); /* there is one head of clients: this is none */
+    segment_open(3);
+    while (kvfs_places_noted(names, noted, SEGMENTS))
+        ;
+    uint32_t filler = kvfs_place_take(names, 3, END_PAGE - places[3].next_page - 3);
+    CHECK(kvfs_place_supply(names, 5, 11) == 0 && kvfs_place_supply(names, 6, 12) == 0);
+    struct clients_count before = clients_count(plane);
+    CHECK(reserve(&peer, "06", 100, 40, numbers) == 40);
+    kvfs_place_release(names, 3, filler);
+    commit(&peer, numbers, 40);
+    CHECK(clients_count(plane).handed == before.handed && kvfs_place_lead(names, 1) == 5);
+    uint32_t led = 0, left = 0;
+    for (uint32_t count; (count = kvfs_places_noted(names, noted, SEGMENTS));)
+        for (uint32_t i = 0; i < count; i++) {
+            led |= noted[i].notes & KVFS_NOTE_LED ? 1u << noted[i].segment : 0;
+            left |= noted[i].notes & KVFS_NOTE_LEFT ? 1u << noted[i].segment : 0;
+        }
+    CHECK(led == 1u << 5 && left == 1u << 3);
+    CHECK(kvfs_place_withdraw(names, 6) == 1);
+    hang_up(&peer);
+    kvfs_place_head(names, 2, UINT32_MAX, 0);
+    segment_open(1);
 }
 
 static void test_frames_in_pieces(void) {
@@ -542,9 +575,9 @@ static void test_a_storm(void) {
         if (what < 12) {
             for (uint32_t n = 0; n < 64; n++)
                 numbers[n] = (uint64_t)rand_r(&seed) % 5000;
-            size = type == WIRE_RESERVE ? reserve_make(bytes + 16, "05", (uint32_t)rand_r(&seed) % 500, 1 + (uint32_t)rand_r(&seed) % 90, 3000)
-                   : type == WIRE_COMMIT ? commit_make(bytes + 16, numbers, 1 + (uint32_t)rand_r(&seed) % 64)
-                   : type == WIRE_EVENTS ? 16
+            size = type == WIRE_RESERVE   ? reserve_make(bytes + 16, "05", (uint32_t)rand_r(&seed) % 500, 1 + (uint32_t)rand_r(&seed) % 90, 3000)
+                   : type == WIRE_COMMIT  ? commit_make(bytes + 16, numbers, 1 + (uint32_t)rand_r(&seed) % 64)
+                   : type == WIRE_EVENTS  ? 16
                    : type == WIRE_RELEASE ? 8
                                           : size;
         } else if (what < 13) {
@@ -583,7 +616,7 @@ int main(void) {
     plane_begin();
     names = kvfs_plane_names(plane);
     kvfs_names_number(names, UINT64_C(3) << KVFS_COUNTER_BITS, 0);
-    CHECK(kvfs_places_make(names, SEGMENTS, END_PAGE, 1u << 20));
+    CHECK((places = kvfs_places_make(names, SEGMENTS, END_PAGE, 1u << 20)));
     directory_put(1, 1, "");
     directory_put(SPACE_INODE, 1, "space");
     kvfs_names_leave(names, KVFS_LEAVE_CLOSED, 0);
@@ -593,6 +626,7 @@ int main(void) {
     CHECK(pthread_create(&python, NULL, python_main, NULL) == 0);
     segment_open(1);
     RUN(test_a_put_needs_python_once);
+    RUN(test_a_put_goes_on_to_the_next_segment);
     RUN(test_frames_in_pieces);
     RUN(test_heads_that_break_a_rule);
     RUN(test_hang_ups_in_every_state);
@@ -603,7 +637,7 @@ int main(void) {
     RUN(test_who_does_not_read_goes);
     RUN(test_a_storm);
     wait_for(none_runs, 0, "the end of all");
-        struct kvfs_reservation_statistics reserved;
+    struct kvfs_reservation_statistics reserved;
     struct clients_count all = clients_count(plane);
     kvfs_reservation_statistics_get(plane, &reserved);
     CHECK(all.connections == 0 && reserved.open == 0 && reserved.pages == 0 && reserved.resting == 0);

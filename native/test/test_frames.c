@@ -91,7 +91,7 @@ static int reserve(uint32_t holder, const uint32_t *keys, uint32_t count, uint64
         return -ENOMEM;
     int next;
     do {
-        kvfs_place_client(names, 0, segment, 9);
+        kvfs_place_head(names, 1, segment, 9);
         next = kvfs_reserve(plane, frame);
         if (next == KVFS_FRAME_PLACE) {
             segment = (segment + 1) % SEGMENTS;
@@ -507,7 +507,7 @@ static void test_items_go_into_the_directories_of_a_table(void) {
     CHECK(kvfs_frame_check(WIRE_RESERVE, WIRE_TABLE, items, at, 4, 3, table, missing) == -EINVAL);
     struct kvfs_reserve *frame = kvfs_reserve_begin(holders[0], flags, items, 4, table, 7);
     kvfs_reservations_limit(plane, 100000, OPEN_MAX);
-    kvfs_place_client(names, 0, segment = (segment + 1) % SEGMENTS, 9);
+    kvfs_place_head(names, 1, segment = (segment + 1) % SEGMENTS, 9);
     places[segment].next_page = places[segment].run_count ? places[segment].next_page : 1;
     CHECK(kvfs_reserve(plane, frame) == KVFS_FRAME_DONE);
     kvfs_reserve_finish(plane, frame, clock_now + 1000);

@@ -265,11 +265,12 @@ static int ancestors_take(struct kvfs_plane *plane, struct reserve *frame, uint6
 
 /* Room for it in a segment that is appended to; nothing if there is none. */
 static void place_try(struct kvfs_plane *plane, struct reserve *frame) {
-    struct kvfs_run run = {.page_count = frame->pending->pages};
-    if (place_take_client(plane->names, run.page_count, &run.segment, &run.page, &run.generation) < 0)
+    struct kvfs_run runs[PLACE_RUNS_MAX];
+    int count = place_take(plane->names, place_client_head(plane->names), frame->told.header_pages, frame->told.data_pages, runs);
+    if (count < 0)
         return;
     kvfs_set_tick(plane, place_tick(plane->names));
-    item_finish(plane, frame, &run, 1);
+    item_finish(plane, frame, runs, (uint32_t)count);
 }
 
 /* 0: the item is answered; enum kvfs_frame_next; -ENOSPC: neither this one nor those behind it find a place. */
@@ -309,9 +310,9 @@ static int item_reserve(struct kvfs_plane *plane, struct reserve *frame) {
     /* Charged before the wait for a place, so that two that wait do not both find room. */
     reservation_charge(plane, frame->holder, pages);
     frame->pending = made;
-    place_try(plane, frame);
     told->header_pages = header_pages;
     told->data_pages = (uint32_t)data_pages;
+    place_try(plane, frame);
     return frame->pending ? KVFS_FRAME_PLACE : 0;
 }
 
