@@ -503,6 +503,9 @@ class _Connection:
             self._ended.set()
             return
         request = _REQUESTS[frame.kind]
+        if self._breach:
+            frame.drop()
+            return
         if request.handle is not None:
             self._nursery.start_soon(self._answer, frame, request, request.handle)
             return
@@ -527,12 +530,18 @@ class _Connection:
                     with suppress(KvfsError), self._breaches(frame.kind, frame.payload):
                         hear(self, frame.payload)
                 except Violation as violation:
-                    self._breach = str(violation)
-                    self.hang_up()
+                    self._break(str(violation))
                 finally:
                     frame.drop()
         finally:
             user.end()
+
+    def _break(self, rule: str) -> None:
+        """The client has broken a rule: nothing more of it is heard."""
+        self._breach = rule
+        self.hang_up()
+        while self._heard:
+            self._heard.popleft().drop()
 
     async def _listen_on(self) -> None:
         try:

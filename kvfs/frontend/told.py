@@ -1,7 +1,7 @@
-"""Reads that native clients report, as far as they are possible: the daemon did not see them.
+"""Totals of reads that native clients report, as far as they are possible: the daemon did not see them.
 
-Uses order eviction, and totals go into the status. So both are bounded by the devices' rate in that time. Devices are
-not measured: the bounds fit a fast one.
+They go into the status, and are bounded by the devices' rate in that time. Devices are not measured: the bounds fit a
+fast one. Uses, which order eviction, have a bound of the same kind (native/src/frames/answer.c).
 """
 
 from __future__ import annotations

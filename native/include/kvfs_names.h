@@ -188,7 +188,7 @@ struct kvfs_failed_run {
     uint32_t page, page_count;
 };
 int kvfs_place_failed(struct kvfs_names *names, uint32_t segment, struct kvfs_failed_run *out);
-/* The data plane appends to heads: new blocks of files to KVFS_HEAD_NEW, those of native clients to the ones behind it, each time to that with least in
+/* The data plane appends new blocks of files to head KVFS_HEAD_NEW. Those of native clients go to the heads behind it, each to that with least in
  * flight. A head appends to its segment, of this generation, then to the supply's. UINT32_MAX: to none, until the next call. */
 #define KVFS_HEAD_NEW 0
 #define KVFS_CLIENT_HEADS 4

@@ -127,7 +127,7 @@ static inline void places_free(struct places *places) {
     free(places->noted);
     memset(places, 0, sizeof(*places));
 }
-/* Append a block's header and data to a head: one run, or two where the block goes on in the next segment, behind an extent header's page. Returns how
+/* Append a block's header and data to a head: one run, or two where it goes on in the next segment, behind an extent header's page. Returns how
  * many. -ENOSPC: no segment has room, or none is opened ahead; -EAGAIN: it is larger than a segment, and Python's; -ENOMEM. */
 #define PLACE_RUNS_MAX 2
 int place_take(struct kvfs_names *names, uint32_t head, uint32_t header_pages, uint32_t data_pages, struct kvfs_run runs[PLACE_RUNS_MAX]);
