@@ -30,6 +30,7 @@ class Handed:
         self.reserve = None if told.reserve == ffi.NULL else Reserve(plane, told.reserve)
         self.commit = None if told.commit == ffi.NULL else Commit(told.commit, plane)
         self.next = None if told.next < 0 else Next(told.next)
+        self.replaced = False  # the caller's
 
     @property
     def under_way(self) -> bool:

@@ -37,21 +37,7 @@ from kvfs.frontend.foreign import ForeignRequests, OtherNodes
 from kvfs.frontend.listing import Listing, directory_at
 from kvfs.frontend.told import REPORTED, TOTALS, Report
 from kvfs.frontend.users import CHECKS_MAX, CHECKS_OF_USER_MAX, User, Users
-from kvfs.frontend.wire import (
-    FDS_MAX,
-    ITEMS_MAX,
-    MAGIC,
-    VERSIONS,
-    Flags,
-    Path,
-    Peer,
-    RefusedError,
-    Type,
-    Violation,
-    parse_end,
-    parse_table,
-    parse_where,
-)
+from kvfs.frontend.wire import VERSIONS, Flags, Path, Peer, RefusedError, Type, Violation
 from kvfs.lent import Part
 from kvfs.namespace.files import Namespace
 from kvfs.plane import FEED_SIZE
@@ -148,8 +134,11 @@ class Clients:
                     del self._served[frame.client]
                 if connection is None:
                     frame.drop()
-                else:
+                    continue
+                try:
                     connection.take(frame)
+                except Exception:
+                    connection.fail(frame)
             await trio.lowlevel.checkpoint()
 
     def _start(self) -> Connections:
@@ -386,7 +375,7 @@ class _Connection:
             raise Violation("hung up before its hello was whole")
         magic, version, flags = wire.HELLO.unpack_from(self._data)
         del self._data[: wire.HELLO.size]
-        assert magic == MAGIC
+        assert magic == wire.MAGIC
         if version not in VERSIONS:
             raise RefusedError(
                 errno.EPROTO,
@@ -436,9 +425,9 @@ class _Connection:
             os.close(fd)
         await self.answer(Type.HELLO, self.peer.uid + 1 & 0xFFFFFFFF, head, layout)
         async with self._sending:
-            for at in range(0, count, FDS_MAX):
+            for at in range(0, count, wire.FDS_MAX):
                 frame = wire.FRAME.pack(0, Type.DESCRIPTORS, 0, 0, 0)
-                await self._hand(frame, partial(self._open, at, min(at + FDS_MAX, count)))
+                await self._hand(frame, partial(self._open, at, min(at + wire.FDS_MAX, count)))
 
     async def _open(self, first: int, end: int) -> list[int]:
         """Open some files of the client's own: changed flags of its descriptors change none of ours. RefusedError."""
@@ -502,6 +491,8 @@ class _Connection:
             frame.drop()
             self._ended.set()
             return
+        if frame.commit is not None:  # before any wait: the client may be gone after it
+            frame.replaced = self._store.reservations.take_in(self._holder, frame.commit)
         request = _REQUESTS[frame.kind]
         if self._breach:
             frame.drop()
@@ -531,6 +522,8 @@ class _Connection:
                         hear(self, frame.payload)
                 except Violation as violation:
                     self._break(str(violation))
+                except Exception:
+                    self.fail(frame)
                 finally:
                     frame.drop()
         finally:
@@ -542,6 +535,12 @@ class _Connection:
         self.hang_up()
         while self._heard:
             self._heard.popleft().drop()
+
+    def fail(self, frame: Handed) -> None:
+        """What failed at this frame, without a wait, ends this connection and no other."""
+        log.exception("native client, pid %d of user %d", self.peer.pid, self.peer.uid)
+        self._break(f"the daemon has failed at a frame of type {frame.kind}")
+        frame.drop()
 
     async def _listen_on(self) -> None:
         try:
@@ -561,7 +560,8 @@ class _Connection:
         elif frame.commit is not None:
             assert frame.next is not None
             make_way = self._namespace.make_way
-            if await reservations.commit_on(self._holder, frame.commit, frame.next, make_way, left_s, self._pause):
+            told = reservations.commit_on(self._holder, frame.commit, frame.next, make_way, left_s, self._pause)
+            if await told or frame.replaced:
                 await self._tell_hosts()
 
     async def _answer(self, frame: Handed, request: _Request, handle: Handler) -> None:
@@ -601,12 +601,12 @@ class _Connection:
             raise Violation(f"a frame of type {kind} that ends too early: {len(payload)} bytes") from error
 
     async def reserve(self, payload: bytes) -> bytes:
-        base, space, count, flags, at = parse_where(payload, Flags.TABLE | Flags.HASHES | Flags.PARENTS)
+        base, space, count, flags, at = wire.parse_where(payload, Flags.TABLE | Flags.HASHES | Flags.PARENTS)
         # All waits end in time for the answer to be heard.
         until = trio.current_time() + self._timeout_s * _HEARD
         await self._namespace.room_for_name(self._timeout_s * _HEARD)
         if flags & Flags.TABLE:
-            table, at = parse_table(payload, at)
+            table, at = wire.parse_table(payload, at)
             items = Part(payload, at)
             shards = await self._make_table(base, space, table, self._check(Type.RESERVE, items, count, flags, table))
         else:
@@ -709,7 +709,7 @@ class _Connection:
     async def commit(self, payload: bytes) -> bytes:
         (count,) = wire.WORD.unpack_from(payload)
         items = Part(payload, wire.WORD.size)
-        if count > ITEMS_MAX:
+        if count > wire.ITEMS_MAX:
             raise Violation(f"a commit of {count} items")
         self._check(Type.COMMIT, items, count)
         answers, replaced = await self._store.reservations.commit(
@@ -726,10 +726,10 @@ class _Connection:
             await self._store.plane.notify_flush()
 
     async def delete(self, payload: bytes) -> bytes:
-        base, space, count, flags, at = parse_where(payload, Flags.TABLE)
+        base, space, count, flags, at = wire.parse_where(payload, Flags.TABLE)
         names, root = self._namespace, directory_at(self._namespace, base, space)
         if flags & Flags.TABLE:
-            table, at = parse_table(payload, at)
+            table, at = wire.parse_table(payload, at)
             items, shards = Part(payload, at), Shards()
             for number in self._check(Type.DELETE, items, count, flags, table):
                 shards[number].directory = directory_at(names, root, table[number]) or 0
@@ -815,7 +815,7 @@ class _Connection:
             self._clients.foreign.note(payload)
 
     async def fresh(self, payload: bytes) -> bytes:
-        parse_end(payload, 0)
+        wire.parse_end(payload, 0)
         if self._clients.foreign is not None:
             async with self._owner.asking, self._clients.asking:
                 await self._clients.foreign.fresh()

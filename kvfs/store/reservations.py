@@ -31,7 +31,7 @@ import trio
 from kvfs.errors import KvfsError, NoSpaceError
 from kvfs.frames import Commit, HolderPages, Next, Reserve, RunFields, Shards
 from kvfs.lent import Part
-from kvfs.names import NamesError, step
+from kvfs.names import NamesError
 from kvfs.plane import Run
 from kvfs.pool.format import Stream
 from kvfs.record import Inode
@@ -220,17 +220,19 @@ class Reservations:
             self._work.set()
 
     async def _reserve(self, holder: Holder, frame: Reserve, found: Next | None, pause: Pause) -> None:
-        told, first = frame.told, found != Next.MORE
+        # There may be room since another thread found none: C looks again.
+        told, first = frame.told, found not in (Next.MORE, Next.ROOM)
         self._shares.notify()
         while True:
             self._check(holder)
+            released = self._released  # before C looks: what is released behind that look ends the wait
             found = found if first else frame.go()
             first = False
             self._look(holder)
             if found == Next.MORE:
                 await pause()
             elif found == Next.ROOM:
-                await self._released.wait()
+                await released.wait()
                 await pause()
             elif found == Next.PLACE:
                 await self._place(holder, frame)
@@ -272,22 +274,24 @@ class Reservations:
     async def commit_on(
         self, holder: Holder, frame: Commit, found: Next, make_way: MakeWay, timeout_s: float, pause: Pause
     ) -> bool:
-        """Go on with a COMMIT until its answers are true. found: what it has said last. Returns whether hosts may know
-        what had a name before."""
+        """Go on with a COMMIT until its answers are true. found: what it has said last; take_in() was called then.
+        Returns whether hosts may know what had a name before."""
         until = trio.current_time() + timeout_s
-        replaced, full, left = self._committed(holder, frame), False, 0
+        replaced, full, left = False, False, 0
         # What was said to another thread may not be true any more: C says it again.
         found = Next.MORE if found == Next.NAMES else found
         while found != Next.DONE:
             self._check(holder)
-            found = frame.go()
-            replaced |= self._committed(holder, frame)
-            if found == Next.NAMES and not full and not self._blocks.table_room.left():
-                # The item may have ended meanwhile: C looks again.
+            # One step: else another thread may end the item by another COMMIT, and its record is gone.
+            with self.names:
+                found = frame.go()
+                replaced |= self.take_in(holder, frame)
+                enters = found == Next.NAMES and (full or self._blocks.table_room.left() > 0)
+                if enters:
+                    replaced |= self._enter(holder, frame, make_way)
+            left += enters
+            if found == Next.NAMES and not enters:
                 full = not await self._has_room(until - trio.current_time())
-            elif found == Next.NAMES:
-                left += 1
-                replaced |= self._enter(holder, frame, make_way)
             if found == Next.MORE or left == _YIELD_EVERY:
                 left = 0
                 await pause()
@@ -303,8 +307,9 @@ class Reservations:
             return False
         return True
 
-    def _committed(self, holder: Holder, frame: Commit) -> bool:
-        """As _look(). Whether hosts may know what had a name before."""
+    def take_in(self, holder: Holder, frame: Commit) -> bool:
+        """As _look(), after each call for this frame, another thread's too. Whether hosts may know what had a name
+        before."""
         self._look(holder)
         for inode in frame.lingering():
             self._blocks.linger(InodeNumber(inode))
@@ -317,9 +322,9 @@ class Reservations:
             self._work.set()
         return replaced
 
-    @step
     def _enter(self, holder: Holder, frame: Commit, make_way: MakeWay) -> bool:
-        """An item that C leaves: a name is not in memory, a device is away, or the block lies below a pin."""
+        """An item that C has left in this step: a name is not in memory, a device is away, or the block lies below a
+        pin."""
         block, error, replaced = Inode.unpack(frame.block()), 0, None
         try:
             replaced = make_way(block)
@@ -331,7 +336,7 @@ class Reservations:
             if hidden:
                 self._index.drop_hidden(hidden)
             self._blocks.entered(block, replaced)
-        return self._committed(holder, frame)
+        return self.take_in(holder, frame)
 
     async def _secure(self, runs: Sequence[Run], durable: bool) -> None:
         """Return when recovery would find the blocks that end with these runs.

@@ -642,8 +642,10 @@ class Segments:
         if self._stopped:
             self.retire_open()
 
+    @step
     def _pick(self, keep: int) -> Segment | None:
         """Take a free segment whose device I/O has drained, clients' late writes included, leaving `keep` of them."""
+        self.take_notes()  # which have to rest
         if len(self._free) - self._late_count() <= keep or self._stopped:
             return None
         for _ in range(len(self._free)):

@@ -96,7 +96,7 @@ void kvfs_reserve_end(struct kvfs_plane *plane, struct kvfs_reserve *frame); /* 
 struct kvfs_commit {
     uint64_t hidden; /* the caller's, for kvfs_commit_item(): this inode has no right to its name. The caller removes it if the block enters */
     /* Told. */
-    const void *block;      /* the record of the item that is left to the caller; valid until it is done */
+    const void *block;      /* the record of the item that is left to the caller: valid within the step of that call, as another frame may end it */
     const int64_t *answers; /* of each item: 0, or -errno */
     /* Of the blocks that entered: the last run in each segment. Without memory for them, `durable`. */
     const struct kvfs_run *runs;
@@ -111,7 +111,7 @@ struct kvfs_commit *kvfs_commit_begin(struct kvfs_holder *holder, const void *it
 /* KVFS_FRAME_DONE, KVFS_FRAME_MORE, or KVFS_FRAME_NAMES: the item is the caller's to load, and then kvfs_commit_item()'s. */
 int kvfs_commit(struct kvfs_plane *plane, struct kvfs_commit *frame);
 /* Enter the block whatever the reasons to leave it (enum kvfs_names_leave), or with an error take it back. Parent and the name's holder are in
- * memory if they exist. Returns 1: it has entered; 0: it has not. */
+ * memory if they exist. Returns 1: it has entered; 0: it has not, as where another frame has ended it meanwhile (-ETIMEDOUT). */
 int kvfs_commit_item(struct kvfs_plane *plane, struct kvfs_commit *frame, int error);
 void kvfs_commit_end(struct kvfs_commit *frame);
 

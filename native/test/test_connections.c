@@ -4,6 +4,8 @@
 #include "kernel_harness.h"
 
 #include <poll.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
 #include <sys/socket.h>
 
 #include "frames/frames.h"
@@ -554,6 +556,135 @@ static void test_a_descriptor_goes_along(void) {
     hang_up(&peer);
 }
 
+/* Python's errors are any number. */
+static void test_a_status_that_no_answer_has_is_another(void) {
+    static const int32_t statuses[] = {-4096, INT32_MIN, 7, INT32_MAX, -KVFS_WIRE_ERRNO_MAX};
+    uint8_t bytes[64];
+    struct peer peer = connect_as(USER, NULL, 0);
+    for (uint32_t i = 0; i < sizeof(statuses) / sizeof(statuses[0]); i++) {
+        uint32_t before = atomic_load(&frames_taken);
+        atomic_store(&manner, KEEPS);
+        send_frame(peer.fd, WIRE_RELEASE, i, "12345678", 8);
+        wait_for(were_taken, before + 1, "a frame");
+        pthread_mutex_lock(&told_lock);
+        struct kvfs_client_frame *frame = kept[--kept_count];
+        pthread_mutex_unlock(&told_lock);
+        kvfs_client_answer(plane, frame, statuses[i], NULL, 0, -1);
+        struct wire_frame head = receive(peer.fd, bytes, sizeof(bytes));
+        CHECK_SAY(head.id == i && head.status == (i < 4 ? -EIO : -KVFS_WIRE_ERRNO_MAX), "%d", head.status);
+    }
+    atomic_store(&manner, ANSWERS);
+    hang_up(&peer);
+}
+
+/* ---- without the thread, at any time ---- */
+
+static struct clients *stand_alone(void) {
+    struct clients *made = calloc(1, sizeof(*made));
+    *made = (struct clients){.plane = plane, .sweep_ns = UINT64_MAX, .account_ns = UINT64_MAX};
+    pthread_mutex_init(&made->lock, NULL);
+    link_init(&made->turns);
+    made->poll = epoll_create1(EPOLL_CLOEXEC);
+    made->told = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+    CHECK(made->poll >= 0 && made->told >= 0);
+    return made;
+}
+
+static struct connection *alone_with(struct clients *clients, int fd) {
+    struct kvfs_client client = {.fd = fd, .uid = USER, .version = 5, .writable = 1};
+    struct connection *made = connection_new(&client);
+    made->number = 1;
+    connection_enter(clients, made);
+    CHECK(!made->ended && made->work.after);
+    return made;
+}
+
+/* Whether a frame is there, in its turn, after which it is ready no more. */
+static bool has_turn(struct clients *clients, struct connection *connection) {
+    if (connection->work.after && !connection->starved)
+        link_drop(&connection->work);
+    connection->readable = true;
+    return connection_frame(clients, connection);
+}
+
+static void stand_down(struct clients *clients, struct connection *connection) {
+    connection_end(clients, connection, NULL);
+    struct client_user *user = connection->user;
+    for (struct frame *frame; (frame = frames_take(&clients->handed));)
+        frame_free(frame);
+    connection_free(connection);
+    free(user);
+    pthread_mutex_destroy(&clients->lock);
+    close(clients->poll);
+    close(clients->told);
+    free(clients);
+}
+
+static void test_a_large_frame_leaves_no_memory_behind(void) {
+    int pair[2];
+    CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, pair) == 0);
+    struct clients *clients = stand_alone();
+    struct connection *connection = alone_with(clients, pair[1]);
+    uint32_t size = 1 << 20;
+    uint8_t *frame = calloc(1, 16 + size);
+    memcpy(frame, &(struct wire_frame){size, WIRE_RESERVE, 0, 0, 1}, 16);
+    for (uint32_t round = 0; round < 3; round++) {
+        bool there = false;
+        for (uint64_t at = 0; !there; there = has_turn(clients, connection)) {
+            ssize_t n = at < 16 + size ? send(pair[0], frame + at, 16 + size - at, MSG_NOSIGNAL) : 0;
+            at += n > 0 ? (uint64_t)n : 0;
+        }
+        /* Of the next frame something is there already. */
+        connection_used(connection);
+        CHECK_SAY(connection->capacity <= 256 << 10, "%llu bytes", (unsigned long long)connection->capacity);
+        connection_give(clients, connection, connection->cost);
+    }
+    free(frame);
+    stand_down(clients, connection);
+    close(pair[0]);
+    close(pair[1]);
+}
+
+/* Late is who does not send, and not who is not read. */
+static void test_who_waits_for_a_turn_or_for_room_is_not_late(void) {
+    int pair[2];
+    uint8_t bytes[80] = {0};
+    const uint64_t second = 1000000000;
+    CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, pair) == 0);
+    struct clients *clients = stand_alone();
+    struct connection *connection = alone_with(clients, pair[1]);
+    memcpy(bytes, &(struct wire_frame){64, WIRE_LOOKUP, 0, 0, 5}, 16);
+    send_all(pair[0], bytes, 76);
+    CHECK(!has_turn(clients, connection) && connection->counted); /* it lacks 4 bytes */
+    connection_ready(clients, connection);
+    uint64_t now = now_ns() + 31 * second;
+    connections_sweep(clients, now);
+    CHECK(!connection->ended); /* others' turns have lasted long */
+    send_all(pair[0], bytes + 76, 4);
+    CHECK(has_turn(clients, connection));
+    connection_used(connection);
+    connection_give(clients, connection, connection->cost);
+    /* Its user's other frames have all of the room, for a minute. */
+    uint64_t most = UINT64_C(64) << 20;
+    connection->user->kept = connection->kept = most;
+    send_all(pair[0], bytes, 76);
+    CHECK(!has_turn(clients, connection) && connection->starved);
+    now = now_ns();
+    for (uint32_t i = 0; i < 240; i++)
+        connections_sweep(clients, now += second / 4);
+    CHECK(!connection->ended);
+    connection_give(clients, connection, most);
+    CHECK(!connection->starved && connection->work.after);
+    link_drop(&connection->work); /* it has its turn, and waits for the peer */
+    connections_sweep(clients, now += second / 4);
+    CHECK(!connection->ended);
+    connections_sweep(clients, now += 31 * second);
+    CHECK(connection->ended);
+    stand_down(clients, connection);
+    close(pair[0]);
+    close(pair[1]);
+}
+
 /* Any bytes, any ends, while Python does anything. */
 static void test_a_storm(void) {
     struct peer peers[CLIENTS_MAX];
@@ -635,6 +766,9 @@ int main(void) {
     RUN(test_uses_that_are_told_have_a_bound);
     RUN(test_what_is_kept_is_bounded);
     RUN(test_who_does_not_read_goes);
+    RUN(test_a_status_that_no_answer_has_is_another);
+    RUN(test_a_large_frame_leaves_no_memory_behind);
+    RUN(test_who_waits_for_a_turn_or_for_room_is_not_late);
     RUN(test_a_storm);
     wait_for(none_runs, 0, "the end of all");
     struct kvfs_reservation_statistics reserved;

@@ -557,6 +557,40 @@ static void test_items_go_into_the_directories_of_a_table(void) {
     printf("ok items go into the directories of a table\n");
 }
 
+/* An item that was left to the caller may be ended by another frame, before the caller comes back to it. */
+static void test_one_reservation_in_two_commits(void) {
+    static const int64_t ends[] = {-ECANCELED, -EIO, -ETIMEDOUT, 0};
+    for (uint32_t i = 0; i < HOLDERS; i++)
+        leave(i);
+    model_shrink();
+    for (uint32_t i = 0; i < 8; i++) {
+        uint32_t key = 5;
+        int64_t end = ends[i % 4];
+        CHECK(reserve(0, &key, 1, 9000) == 0);
+        struct entry *entry = &model[model_count - 1];
+        struct wire_commit first = {entry->number, 0}, second = {entry->number, end};
+        struct kvfs_commit *left = kvfs_commit_begin(holders[0], &first, 1);
+        kvfs_names_leave(names, KVFS_LEAVE_HIDING, 1);
+        CHECK(kvfs_commit(plane, left) == KVFS_FRAME_NAMES && left->block);
+        kvfs_names_leave(names, KVFS_LEAVE_HIDING, 0);
+        commit(0, &entry, &second.error, 1);
+        if (i < 4) { /* the caller comes to its item */
+            CHECK(kvfs_commit_item(plane, left, i % 2 ? 0 : -EIO) == 0);
+        }
+        CHECK(kvfs_commit(plane, left) == KVFS_FRAME_DONE); /* or asks again */
+        CHECK(left->answers[0] == -ETIMEDOUT && left->run_count == 0 && !left->block);
+        if (entry->late) { /* the first says that no write is under way */
+            entry->late = false;
+            rested[0] += entry->pages;
+        }
+        kvfs_commit_end(left);
+        bury_all();
+        check_all(true);
+        model_shrink();
+    }
+    printf("ok one reservation in two commits\n");
+}
+
 static void test_names_that_no_file_has_are_refused(void) {
     static const struct {
         const char *name;
@@ -619,6 +653,7 @@ int main(void) {
     test_any_order_agrees_with_the_model();
     test_where_memory_ends_all_agree();
     test_items_go_into_the_directories_of_a_table();
+    test_one_reservation_in_two_commits();
     test_who_holds_too_much_waits_or_is_refused();
     test_names_that_no_file_has_are_refused();
     test_frames_of_any_bytes();

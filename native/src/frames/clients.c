@@ -349,6 +349,7 @@ static void frame_return(struct kvfs_plane *plane, struct frame *frame) {
 void kvfs_client_answer(struct kvfs_plane *plane, struct kvfs_client_frame *told, int32_t status, const void *data, uint64_t size, int fd) {
     struct frame *frame = (struct frame *)(void *)told;
     frame->dropped = status == KVFS_CLIENT_NO_ANSWER;
+    status = status > 0 || status < -KVFS_WIRE_ERRNO_MAX ? -EIO : status;
     if (!data && status == 0 && told->reserve) {
         frame->answer_size = told->reserve->answer_size;
         frame->answer = reserve_take_answer(told->reserve);

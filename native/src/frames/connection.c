@@ -217,16 +217,17 @@ static void end_unread(struct clients *clients, struct client_user *user, uint64
 
 /* ---- in ---- */
 
-static bool make_room(struct connection *connection, uint64_t size) {
-    if (size <= connection->capacity)
-        return true;
-    uint64_t capacity = size > connection->capacity * 2 ? size : connection->capacity * 2;
-    uint8_t *grown = realloc(connection->data, capacity);
-    if (!grown)
+static bool resize(struct connection *connection, uint64_t capacity) {
+    uint8_t *data = realloc(connection->data, capacity);
+    if (!data)
         return false;
-    connection->data = grown;
+    connection->data = data;
     connection->capacity = capacity;
     return true;
+}
+
+static bool make_room(struct connection *connection, uint64_t size) {
+    return size <= connection->capacity || resize(connection, size > connection->capacity * 2 ? size : connection->capacity * 2);
 }
 
 bool connection_receive(struct clients *clients, struct connection *connection) {
@@ -316,6 +317,8 @@ void connection_used(struct connection *connection) {
     memmove(connection->data, connection->data + used, connection->have);
     connection->headed = connection->counted = false;
     connection->until_ns = connection->have ? now_ns() + FRAME_TIMEOUT_NS : UINT64_MAX;
+    if (connection->capacity > connection->have + 2 * RECEIVE_SIZE)
+        resize(connection, connection->have + RECEIVE_SIZE);
 }
 
 /* Memory of one that says nothing. */
@@ -435,8 +438,11 @@ void connection_close(struct clients *clients, struct connection *connection) {
 /* Returns whether it has one. */
 static bool sweep_one(struct clients *clients, struct connection *connection, uint64_t now) {
     bool late = connection->unread_ns && connection->unread_ns + FRAME_TIMEOUT_NS < now;
-    bool waits = !connection->starved && !connection->paused && !connection->running;
-    late = late || (waits && connection->until_ns < now) || (connection->closing && connection->closes_ns < now);
+    /* While it is not read, it is not late: it waits for room, for others' frames, or for a turn. */
+    bool held = connection->starved || connection->paused || connection->running;
+    if (held && connection->until_ns != UINT64_MAX)
+        connection->until_ns = now + FRAME_TIMEOUT_NS;
+    late = late || (!connection->work.after && connection->until_ns < now) || (connection->closing && connection->closes_ns < now);
     if (late)
         connection_end(clients, connection, NULL);
     else
