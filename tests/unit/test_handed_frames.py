@@ -96,7 +96,7 @@ def served(path: Path, work: Callable[[Store, Callable[[], Awaitable[Paired]]], 
 def test_what_was_replaced_is_known_though_the_client_hangs_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(store: Store, connect: Callable[[], Awaitable[Paired]]) -> None:
         lingering: list[InodeNumber] = []
-        told: list[bool] = []
+        told = 0
         client, other = await connect(), await connect()
         await client.entered()
         directory = store.index.lookup(ROOT_INODE, SPACE)
@@ -106,8 +106,18 @@ def test_what_was_replaced_is_known_though_the_client_hangs_up(tmp_path: Path, m
         before = store.index.lookup(shard, KEY)
         number = await client.reserved()
         linger, tell_hosts = store.blocks.linger, store.blocks.tell_hosts
-        monkeypatch.setattr(store.blocks, "linger", lambda inode: (lingering.append(inode), linger(inode)))
-        monkeypatch.setattr(store.blocks, "tell_hosts", lambda: (told.append(True), tell_hosts()))
+
+        def lingers(inode: InodeNumber) -> None:
+            lingering.append(inode)
+            linger(inode)
+
+        def tell() -> None:
+            nonlocal told
+            told += 1
+            tell_hosts()
+
+        monkeypatch.setattr(store.blocks, "linger", lingers)
+        monkeypatch.setattr(store.blocks, "tell_hosts", tell)
         client.send(COMMIT, items((number, 0)))
         client.socket.shutdown(socket.SHUT_RDWR)
         time.sleep(0.3 * slowness())  # both are handed on before Python looks
