@@ -522,8 +522,6 @@ class _Connection:
                         hear(self, frame.payload)
                 except Violation as violation:
                     self._break(str(violation))
-                except Exception:
-                    self.fail(frame)
                 finally:
                     frame.drop()
         finally:

@@ -179,7 +179,7 @@ def test_a_frame_at_which_the_daemon_fails_ends_one_connection(
                 patch.setitem(clients_module._REQUESTS, kind, clients_module._Request(hear=fail))
             else:
                 patch.delitem(clients_module._REQUESTS, kind)
-            client.send(kind, bytes(512))
+            client.send(kind, bytes(512 if kind == REPORT else 8))
             assert await trio.to_thread.run_sync(client.hung_up)
         await other.entered()
 
