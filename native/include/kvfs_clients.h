@@ -4,7 +4,9 @@
  * What one user may have, whatever its connections say (root is a user like others):
  * - Turns. Work for a user ends after 1 ms, in the middle of a frame if need be. Then all others' ready work is done before its next turn.
  * - Memory. A frame is counted before its rest is received and before it is answered: its bytes, 16 KiB, and its answer. Frames beyond wait in
- *   the socket. A peer that has not read for 2 s is hung up on if its user wants the room.
+ *   the socket. A peer that has not read for 2 s is hung up on if its user wants the room. What is received ahead is not counted, of each
+ *   connection 192 KiB at most.
+ * - Time. The rest of a frame comes within 30 s in which it is read: while it waits for room or for a turn it is not late.
  * - Uses. An inode of HITS costs 16 KiB and its block's size, one of TOUCH or FOREIGN 16 KiB. A user may tell 8 GiB a second and device, two seconds'
  *   worth at once. The rest is dropped.
  */
