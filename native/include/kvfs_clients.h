@@ -6,7 +6,7 @@
  * - Memory. A frame is counted before its rest is received and before it is answered: its bytes, 16 KiB, and its answer. Frames beyond wait in
  *   the socket. A peer that has not read for 2 s is hung up on if its user wants the room. What is received ahead is not counted, of each
  *   connection 192 KiB at most.
- * - Time. The rest of a frame comes within 30 s in which it is read: while it waits for room or for a turn it is not late.
+ * - Time. The rest of a frame comes within 30 s. While it is not read, for want of room or of a turn, it is not late.
  * - Uses. An inode of HITS costs 16 KiB and its block's size, one of TOUCH or FOREIGN 16 KiB. A user may tell 8 GiB a second and device, two seconds'
  *   worth at once. The rest is dropped.
  */
