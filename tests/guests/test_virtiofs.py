@@ -391,12 +391,13 @@ def test_attributes_the_host_keeps_follow_a_guest_s_changes(guests, sides):
 @pytest.mark.timeout(400)
 def test_two_guests_and_the_host_change_and_read_one_directory(pool, guests, sides):
     """Each replaces and removes names of its own and reads everybody's: whole, of that name, never an older version."""
-    seconds = 20
+    seconds, patience = 20, 150
     running = [
-        guest.start(visitor("churn", sides[tag], tag, index, seconds), timeout_s=seconds + 60)
+        guest.start(visitor("churn", sides[tag], tag, index, seconds, patience), timeout_s=seconds + patience + 60)
         for index, (tag, guest) in enumerate(guests.items())
     ]
-    done = [json.loads(run(sys.executable, VISITOR, "churn", sides["host"], "host", "2", f"{seconds}").stdout)]
+    churn = [VISITOR, "churn", sides["host"], "host", "2", f"{seconds}", f"{patience}"]
+    done = [json.loads(run(sys.executable, *churn, timeout_s=seconds + patience + 60).stdout)]
     done += [json.loads(command.wait().stdout) for command in running]
     for report in done:
         assert report["reads"] > 5 and report["changes"] > 1 and report["others"] > 0, done
