@@ -79,7 +79,7 @@ def test_the_lanes_that_do_io_run_once_more_where_io_uring_is_denied() -> None:
         assert sorted(given[name].split()) == sorted(path for path in own[name] if path != "--run-slow")
         assert f"tests_denied {name}" in script and f"lane_denied-{name}()" in script
     (left_out,) = re.findall(r"build_or_measure='(.*)'", script)
-    assert left_out.split("|") == ["test_wheel", "test_bench", "test_compare"]
+    assert left_out.split("|") == ["test_wheel", "test_bench", "test_compare", "test_takeover_builds"]
     (ordinary,) = re.findall(r"all \|\| lanes=\((.*)\)", script.replace("$tier != all ]", "all"))
     there = set(ordinary.split())
     assert {"denied-native", "denied-faults", "denied-sanitized", "native", "faults", "sanitized"} <= there
