@@ -375,17 +375,13 @@ class Names:
         """Insert or change. `known`: the index may have an earlier record; MissingError: that is to be loaded first."""
         self._check(lib.kvfs_names_put(self._names, record, known))
 
-    def push(self, inode: int, target: int) -> None:
-        """A file that is not sealed takes the name of `target`, whose block the journal keeps until it is."""
-        lib.kvfs_names_push(self._names, inode, target)
-
     def remove(self, inode: int) -> None:
         """MissingError: its record is to be loaded first."""
         self._check(lib.kvfs_names_remove(self._names, inode))
 
     def remove_files(self, directory: int, inodes: Sequence[InodeNumber]) -> Removed:
         """Files of a directory lose their names and go, as by unlink(2), and block table and places follow. Left are
-        directories, links, slabs, pinned files, and files that are not in memory."""
+        directories, pinned files, and files that are not in memory."""
         left, out = ffi.new("uint8_t[]", len(inodes)), ffi.new("struct kvfs_removed *")
         lib.kvfs_files_remove(self._plane, directory, ffi.new("uint64_t[]", inodes), len(inodes), left, out)
         return Removed(out.files, out.open, out.bytes, list(compress(inodes, ffi.buffer(left)[:])))

@@ -25,6 +25,7 @@ from kvfs.frames import Frames
 from kvfs.held import HeldMount
 from kvfs.listings import Listings
 from kvfs.names import LOOK, Evicted, Leave, Look, Names
+from kvfs.naming import Act, Naming
 from kvfs.podmap import PodMap, PodOptions
 from kvfs.record import RECORD_BYTES, RECORD_SIZE, Extent
 from kvfs.types import PAGE_SIZE, InodeNumber, SegmentIndex, UserNumbers
@@ -81,6 +82,7 @@ class EventType(IntEnum):
     ROOM = 15
     OVERTAKEN = 16
     PINNED = 17
+    LINGERS = 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -485,11 +487,14 @@ class Plane:
         _assert_record(record)
         _check(lib.kvfs_inode_move(self._plane, record), "block table: move")
 
-    def inode_remove(self, inode: int) -> int:
-        return _check(lib.kvfs_inode_remove(self._plane, inode), f"block table: remove of inode {inode}")
+    def naming(
+        self, act: Act, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int, inode: int
+    ) -> Naming:
+        """A removal or rename, to be begun."""
+        return Naming(self._plane, act, parent, name, new_parent, new_name, flags, inode)
 
     def inode_hide(self, inode: int) -> int:
-        """The same where its device is away."""
+        """Its device is away: it leaves the table, unless it is open."""
         return _check(lib.kvfs_inode_hide(self._plane, inode), f"block table: inode {inode}, whose device is away")
 
     def inode_evict(self, inodes: Sequence[int]) -> bytes:

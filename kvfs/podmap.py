@@ -161,10 +161,6 @@ class PodMap:
             return None
         return Rights(r.version, r.mode, r.uid, r.gid)
 
-    def unlink(self, parent: InodeNumber, name: bytes) -> bool:
-        """Remove a block's name of another node. False: there is none."""
-        return cast(int, lib.kvfs_foreign_unlink(self._plane, parent, name, len(name))) == 0
-
     def tombstones(self) -> list[Tombstone]:
         """Names of other nodes that were removed here since the last call."""
         found: list[Tombstone] = []

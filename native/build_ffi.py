@@ -33,6 +33,7 @@ HEADERS = [
     "kvfs_chains.h",
     "kvfs_names.h",
     "kvfs_pod.h",
+    "kvfs_naming.h",
     "kvfs_plane.h",
     "kvfs_wire.h",
     "kvfs_frames.h",

@@ -36,9 +36,9 @@ _RECENT_MAX = 65_536
 class Calls:
     """Handlers over one namespace, all in the one trio thread."""
 
-    def __init__(self, namespace: Namespace, plane: Plane, removals: NextNames | None = None) -> None:
-        """removals: gets removed names."""
-        self._namespace, self._plane, self._removals = namespace, plane, removals
+    def __init__(self, namespace: Namespace, plane: Plane, ahead: NextNames | None = None) -> None:
+        """ahead: gets the names that are removed and renamed here."""
+        self._namespace, self._plane, self._ahead = namespace, plane, ahead
         self._handlers: dict[int, Callable[[Call], None]] = {
             _CREATE: self._create, _UNLINK: self._unlink, _RENAME: self._rename, FUSE_FLUSH: self._flush,
             FUSE_READDIR: self._list, FUSE_READDIRPLUS: self._list,
@@ -139,13 +139,15 @@ class Calls:
         )
 
     def _unlink(self, call: Call) -> None:
-        if self._removals is not None:
-            self._removals.bring(InodeNumber(call.inode), call.name)
+        if self._ahead is not None:
+            self._ahead.bring(InodeNumber(call.inode), call.name)
         self._namespace.unlink(InodeNumber(call.inode), call.name)
         self._plane.answer(call.id, 0)
 
     def _rename(self, call: Call) -> None:
         parent, new_parent = InodeNumber(call.inode), InodeNumber(call.new_parent)
+        if self._ahead is not None:
+            self._ahead.bring(parent, call.name)
         self._namespace.rename(parent, call.name, new_parent, call.new_name, call.flags)
         self._plane.answer(call.id, 0)
 

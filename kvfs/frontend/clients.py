@@ -52,7 +52,6 @@ from kvfs.lent import Part
 from kvfs.namespace.files import Namespace
 from kvfs.plane import FEED_SIZE
 from kvfs.podmap import FOREIGN_BLOCK_SIZE
-from kvfs.record import Kind
 from kvfs.store.leases import Lessee
 from kvfs.store.reservations import RESERVATION_MS, Holder
 from kvfs.store.store import Store
@@ -718,11 +717,8 @@ class _Connection:
 
     def _delete(self, parent: InodeNumber, name: bytes) -> bool:
         with suppress(KvfsError):
-            if self._namespace.unlink_foreign(parent, name):
-                return True
-            if self._namespace.lookup(parent, name).kind == Kind.FILE:
-                self._namespace.unlink(parent, name)
-                return True
+            self._namespace.delete(parent, name)
+            return True
         return False
 
     async def list_(self, payload: bytes) -> bytes:

@@ -248,7 +248,8 @@ class LmdbIndex:
         self._on_drop(old)
         return True
 
-    def _drop_hidden_below(self, directory: InodeNumber) -> None:
+    def drop_hidden_below(self, directory: InodeNumber) -> None:
+        """The directory goes, in which only hidden blocks were left."""
         while names := self._list(directory, b"", _LIST_BATCH):
             if not any([self.drop_hidden(number) for _, number in names]):
                 return
@@ -280,7 +281,7 @@ class LmdbIndex:
         while True:
             changed = self._names.listing(parent, after, _LIST_BATCH)
             if not changed:
-                return found + self._list_stored(parent, after, limit - len(found))
+                return found + self.list_stored(parent, after, limit - len(found))
             # Behind the last of a full batch there may be more that has changed.
             bound = changed[-1][0] if len(changed) == _LIST_BATCH else None
             for name, inode in self._merged(parent, after, bound, changed):
@@ -325,8 +326,9 @@ class LmdbIndex:
             if len(key) > 8 and key[8:] != after:
                 yield key[8:], _VALUE.unpack(value)[0]
 
-    def _list_stored(self, parent: int, after: bytes, limit: int) -> Dentries:
-        """At most `limit` of LMDB's names greater than `after`. No more is read behind a directory than it has."""
+    def list_stored(self, parent: int, after: bytes, limit: int) -> Dentries:
+        """At most `limit` of LMDB's names greater than `after`, as last committed. No more is read behind a directory
+        than it has."""
         found: list[tuple[bytes, int]] = []
         cursor, size = self._read.cursor(self._names_db), _STORED_FIRST
         behind = _U64.pack(parent) + b"\xff" * (NAME_MAX + 1)  # above each name
@@ -367,6 +369,12 @@ class LmdbIndex:
         """Have the records of these inodes in memory for a while, in any case in the step in which this is called."""
         if absent := self._names.absent(numbers):
             self._names.load(b"".join(self._stored_many(absent)))
+
+    def load(self, numbers: Sequence[int]) -> Sequence[int]:
+        """As bring(), of a few that are not in memory. Returns those that are not in LMDB either: they are gone."""
+        found = [(number, self._stored(number)) for number in numbers]
+        self._names.load(b"".join([record for _, record in found if record is not None]))
+        return [number for number, record in found if record is None]
 
     def _stored_many(self, numbers: Sequence[int]) -> Iterator[bytes]:
         """As LMDB has them; of those that it has."""
@@ -472,20 +480,18 @@ class LmdbIndex:
         """Have the inode's record in memory for a while, where the data plane finds it."""
         self.bring((number,))
 
-    def push(self, number: int, target: int) -> None:
-        """As Names.push(), with both in memory. Of other files it is nothing."""
-        self.bring((number, target))
-        self._names.push(number, target)
-
-    def keep_above(self, directory: InodeNumber) -> None:
-        """As keep(), for a directory and all above it. The directory comes last: what is loaded makes older ones leave,
-        and without the directory nothing can be made in it."""
-        number, way = int(directory), [int(directory)]
-        while number != ROOT_INODE and len(way) < _DEPTH_MAX and (record := self._raw(number)):
-            (number,) = RECORD_PARENT.unpack_from(record, PARENT_OFFSET)
-            way.append(number)
-        for number in reversed(way):
-            self.keep(number)
+    def keep_above(self, number: InodeNumber) -> int | None:
+        """As keep(), for an inode and all directories above it. The inode comes last: what is loaded makes older ones
+        leave, and without a directory nothing can be made in it. Returns the first that is not there; None: all are."""
+        at, way = int(number), [int(number)]
+        record = self._raw(at)
+        while record and at != ROOT_INODE and len(way) < _DEPTH_MAX:
+            (at,) = RECORD_PARENT.unpack_from(record, PARENT_OFFSET)
+            way.append(at)
+            record = self._raw(at)
+        for one in reversed(way):
+            self.keep(one)
+        return None if record else at
 
     def hidden_holder(self, parent: InodeNumber, name: bytes) -> int:
         """The hidden block that has this name; 0: there is none. Once the name is given to another, it has to go."""
@@ -525,7 +531,7 @@ class LmdbIndex:
 
     def delete(self, old: Inode) -> None:
         if self._hidden.lost and old.kind == Kind.DIRECTORY:
-            self._drop_hidden_below(old.inode)
+            self.drop_hidden_below(old.inode)
         self.note_removed(old)
         try:
             self._names.remove(old.inode)

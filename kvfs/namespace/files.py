@@ -20,7 +20,6 @@ import trio
 
 from kvfs.errors import (
     AttributesFullError,
-    CrossDeviceError,
     DeadlineError,
     ExistsError,
     InvalidArgumentError,
@@ -30,7 +29,6 @@ from kvfs.errors import (
     NameTooLongError,
     NoAttributeError,
     NotDirectoryError,
-    NotEmptyError,
     NotFoundError,
     NotPermittedError,
     NotSupportedError,
@@ -49,7 +47,6 @@ from kvfs.namespace.attributes import (
 )
 from kvfs.namespace.foreign import ForeignNames
 from kvfs.namespace.hints import ROOT_CALLER, Caller, Hints
-from kvfs.plane import LINGERS
 from kvfs.podmap import is_foreign
 from kvfs.record import (
     LINKS_OFFSET,
@@ -64,7 +61,6 @@ from kvfs.store.store import Store
 from kvfs.store.table_room import WAIT_S
 from kvfs.types import NAME_MAX, PAGE_SIZE, ROOT_INODE, InodeNumber
 
-RENAME_NOREPLACE = 1
 # A time is nanoseconds in 64 bits, of the years 1677 to 2262: what lies beyond becomes the first or the last of them.
 TIME_NS_MIN, TIME_NS_MAX = -(1 << 63), (1 << 63) - 1
 # Removed directories that may still be somebody's place to work: so many are known, the oldest go first.
@@ -116,6 +112,7 @@ class Namespace:
         self._store, self._blocks, self._sealing, self._slabs = store, store.blocks, store.sealing, store.slabs
         self._index, self._plane, self.names = store.index, store.plane, store.plane.names
         self._hints = Hints(self, store)
+        self._blocks.bringing.directories = self
         # How often each directory is open: a removed one stays until its last holder has closed it.
         self._open_directories: dict[InodeNumber, int] = {}
         # Nobody counts who works in a directory, so those that were removed are remembered for a while.
@@ -159,22 +156,23 @@ class Namespace:
         return self.lookup(parent, name) if found is None else found
 
     @step
-    def _enter_foreign(self, parent: InodeNumber, name: bytes, own: Inode | None = None) -> Inode | None:
-        """Make a directory that another node has, in place of an own one. It is told to nobody before something is made
-        in it. Returns None where nobody else has it, and changes nothing then."""
+    def _enter_foreign(self, parent: InodeNumber, name: bytes) -> Inode | None:
+        """Make a directory that another node has. It is told to nobody before something is made in it. Returns None
+        where nobody else has it, and changes nothing then. Where the name was taken meanwhile: who has it."""
         assert self._foreign is not None
         found = self._foreign.rights(parent, name)
         if found is None or self._index.get(parent) is None:
             return None
+        number = self._index.lookup(parent, name)
+        if number is not None:
+            return self._index.get(number)
         now = time.time_ns()
         inode = Inode(
             inode=self._foreign.directory_number(parent, name), parent=parent, name=name, kind=Kind.DIRECTORY,
             mode=found.mode, uid=found.uid, gid=found.gid, nlink=2, flags=InodeFlags.BORROWED,
             version=found.version, mtime_ns=now, ctime_ns=now, atime_ns=now,
         )  # fmt: skip
-        if own is not None:
-            self._index.delete(own)
-        self._enter(inode, links=int(own is None))
+        self._enter(inode, links=1)
         # News of a moment ago found nothing here.
         return self._blocks.follow_rights(inode)
 
@@ -225,7 +223,6 @@ class Namespace:
             raise NotDirectoryError(f"inode {number}: not a directory")
         self._open_directories[number] = self._open_directories.get(number, 0) + 1
 
-    @step
     def close_directory(self, number: InodeNumber) -> None:
         left = self._open_directories.get(number, 0) - 1
         if left > 0:
@@ -234,7 +231,7 @@ class Namespace:
         self._open_directories.pop(number, None)
         directory = self._index.get(number)
         if directory is not None and directory.nameless:
-            self._drop(directory)
+            self._blocks.end_nameless(number)
 
     def statfs(self) -> FilesystemSpace:
         """Sizes as clients expect them of a cache that evicts: what it may drop is as good as free.
@@ -415,166 +412,42 @@ class Namespace:
         self._index.put(inode, inode)
         self._plane.inode_update(inode.pack())
 
-    # ---- removing ----
+    # ---- removing and renaming: in C, by what is brought here (kvfs/store/bringing.py) ----
 
-    @step
-    def unlink_foreign(self, parent: InodeNumber, name: bytes) -> bool:
-        """Remove a block's name of another node. False: this node has the name, or none has."""
-        return (
-            self._foreign is not None
-            and self._index.lookup(parent, name) is None
-            and self._foreign.unlink(parent, name)
-        )
-
-    @step
     def unlink(self, parent: InodeNumber, name: bytes) -> None:
-        if self.unlink_foreign(parent, name):
-            return
-        inode = self.lookup(parent, name)
-        if inode.kind == Kind.DIRECTORY:
-            raise IsDirectoryError(f"{name!r} in directory {parent}: is a directory")
-        now = time.time_ns()
-        self._drop_name(inode, self._remove(inode.inode), now)
-        self._touch(parent, now)
+        self._blocks.unlink(parent, name)
 
-    @step
+    def delete(self, parent: InodeNumber, name: bytes) -> None:
+        """As unlink(), of a file alone."""
+        self._blocks.delete(parent, name)
+
     def rmdir(self, parent: InodeNumber, name: bytes) -> None:
-        inode = self.lookup(parent, name)
-        self._check_removable(inode)
-        is_theirs = self._foreign is not None and self._foreign.directory(parent, name) is not None
-        is_borrowed = is_theirs and InodeFlags.BORROWED in inode.flags
-        if not is_borrowed:
-            self._remove(inode.inode)  # the others are told
-        # Nothing is in it here any more: the last node that has something there may remove it. This one may, if news of
-        # this moment say that nobody else has it.
-        if is_borrowed or (is_theirs and self._enter_foreign(parent, name, inode) is not None):
-            raise NotEmptyError(f"{name!r} in directory {parent}: another node has it too")
-        now = time.time_ns()
-        self._drop_name(inode, inode.inode in self._open_directories, now)
-        self._touch(parent, now, -1)
+        self._blocks.rmdir(parent, name)
 
-    def _check_removable(self, directory: Inode) -> None:
-        if directory.kind != Kind.DIRECTORY:
-            raise NotDirectoryError(f"{directory.name!r} in directory {directory.parent}: not a directory")
-        if not self._index.is_empty(directory.inode):
-            raise NotEmptyError(f"{directory.name!r} in directory {directory.parent}: not empty")
-
-    def _drop_name(self, inode: Inode, kept: int, now: int) -> None:
-        """The inode lost its name. `kept`: it is open, or lingers, and lives on without one until idle()."""
-        if kept:
-            nameless = inode.copy()
-            nameless.flags |= InodeFlags.NAMELESS
-            nameless.nlink = int(kept == LINGERS)  # a next daemon lets go of it
-            nameless.ctime_ns = now
-            self._index.put(nameless, inode)
-            if inode.kind == Kind.DIRECTORY:
-                self._blocks.directory_removals += 1
-                return
-            self._plane.inode_update(nameless.pack())
-            # Its block must not come back after a crash; its space is not free yet.
-            if inode.sealed:
-                self._blocks.renamed(nameless)
-            return
-        self._drop(inode)
-
-    def _drop(self, inode: Inode) -> None:
-        self._index.delete(inode)
-        if inode.kind == Kind.DIRECTORY:
-            self._blocks.directory_removals += 1
-            removed = self._removed[inode.inode] = inode.copy()
-            removed.nlink = 0
-            if len(self._removed) > _REMOVED_MAX:
-                del self._removed[next(iter(self._removed))]
-        if inode.sealed:
-            self._blocks.forget(inode)
-
-    def _remove(self, number: InodeNumber) -> bool:
-        """Take the inode out of the block table, and what is staged of it; True if it is open and stays without a
-        name."""
-        self._index.keep(number)  # subscribers are told of its name
-        try:
-            return bool(self._plane.inode_remove(number))
-        except (KvfsError, OSError) as error:
-            # A rebuild has not got to it yet.
-            if error.errno != errno.ENOENT:
-                raise
-            return False
-
-    @step
-    def idle(self, number: InodeNumber) -> None:
-        """The last handle of a nameless inode was closed: now it goes, unless who looked it up may still open it."""
-        inode = self._index.get(number)
-        if inode is None or not inode.nameless or self._blocks.lingers(number):
-            return
-        # Opened again through /proc meanwhile: another idle() follows.
-        if not self._remove(number):
-            self._drop(inode)
-
-    # ---- renaming ----
-
-    @step
     def rename(
         self, parent: InodeNumber, name: bytes, new_parent: InodeNumber, new_name: bytes, flags: int = 0
     ) -> None:
         """rename(2), atomically over an existing name."""
-        if flags & ~RENAME_NOREPLACE:
-            raise InvalidArgumentError(f"rename of {name!r}: flags 0x{flags:x} are not supported")
-        _check_name(new_name, new_parent)
-        inode = self.lookup(parent, name)
-        if self._foreign is not None and inode.kind == Kind.DIRECTORY:
-            raise CrossDeviceError(f"{name!r} in directory {parent}: a directory of a pod cannot be renamed")
-        self._own(self._directory(new_parent))
-        target_number = self._index.lookup(new_parent, new_name)
-        target = None if target_number is None else self._index.get(target_number)
-        if target is not None:
-            if flags & RENAME_NOREPLACE:
-                raise ExistsError(f"{new_name!r} in directory {new_parent}: exists")
-            if target.inode == inode.inode:
-                return
-            self._check_replaceable(inode, target)
-        if inode.kind == Kind.DIRECTORY and parent != new_parent:
-            self._check_no_loop(inode.inode, new_parent)
-        now = time.time_ns()
-        renamed = inode.copy()
-        renamed.parent, renamed.name, renamed.ctime_ns = new_parent, new_name, now
-        lasting = renamed.sealed or renamed.kind == Kind.DIRECTORY
-        if lasting:
-            renamed.version = self._blocks.next_version()
-        record = renamed.pack()
-        self._index.keep(inode.inode)  # subscribers are told of its old name
-        kept = self._plane.name_put(record, 0 if target is None else target.inode)
-        # The old holder of the name leaves the index before the new one takes the name over.
-        if target is not None:
-            self._index.push(inode.inode, target.inode)
-            self._drop_name(target, kept or target.inode in self._open_directories, now)
-            if kept:
-                self._blocks.linger(target.inode)
-        self._index.put(renamed, inode, record)
-        self._blocks.give_name(new_parent, new_name)
-        if lasting:
-            self._blocks.renamed(renamed, entered=True)
-            if parent != new_parent:
-                self._blocks.moved(inode, renamed)
-        moved = int(inode.kind == Kind.DIRECTORY)
-        replaced = int(target is not None and target.kind == Kind.DIRECTORY)
-        if parent == new_parent:
-            self._touch(parent, now, -replaced)
-        else:
-            self._touch(parent, now, -moved)
-            self._touch(new_parent, now, moved - replaced)
+        self._blocks.rename(parent, name, new_parent, new_name, flags)
 
-    def _check_replaceable(self, inode: Inode, target: Inode) -> None:
-        if inode.kind == Kind.DIRECTORY:
-            self._check_removable(target)
-        elif target.kind == Kind.DIRECTORY:
-            raise IsDirectoryError(f"{target.name!r} in directory {target.parent}: is a directory")
+    def idle(self, number: InodeNumber) -> None:
+        """The last handle of a nameless inode was closed: now it goes, unless who looked it up may still open it.
+        Opened again through /proc meanwhile it stays: another idle() follows."""
+        if not self._blocks.lingers(number) and self._index.hidden(number) is None:
+            self._blocks.end_nameless(number)
 
-    def _check_no_loop(self, moved: InodeNumber, new_parent: InodeNumber) -> None:
-        above: Inode | None = self._index.get(new_parent)
-        while above is not None and above.inode != ROOT_INODE:
-            if above.inode == moved:
-                raise InvalidArgumentError(f"directory {moved}: cannot be moved below itself")
-            above = self._index.get(above.parent)
+    def is_open_directory(self, number: InodeNumber) -> bool:
+        return number in self._open_directories
+
+    def enter_theirs(self, parent: InodeNumber, name: bytes) -> None:
+        if self._foreign is not None:
+            self._enter_foreign(parent, name)
+
+    def directory_removed(self, directory: Inode) -> None:
+        directory.nlink = 0
+        self._removed[directory.inode] = directory
+        if len(self._removed) > _REMOVED_MAX:
+            del self._removed[next(iter(self._removed))]
 
     # ---- attributes ----
 

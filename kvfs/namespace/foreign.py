@@ -58,10 +58,6 @@ class ForeignNames:
             uid=found.uid, gid=found.gid, size=found.size, flags=InodeFlags.SEALED,
         )  # fmt: skip
 
-    def unlink(self, parent: InodeNumber, name: bytes) -> bool:
-        """Remove a block's name; every node gets the news. False: no other node has one."""
-        return self._map.unlink(parent, name)
-
     async def record(self, number: InodeNumber) -> Inode:
         """The record in the header of another node's block, under its present name and with its present rights. The
         header has the values of the seal. StaleInodeError if it is gone."""

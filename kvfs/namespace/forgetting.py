@@ -139,7 +139,7 @@ class Forgetting:
         return directories
 
     def _remove_one(self, inode: Inode) -> None:
-        """The data plane leaves links, slabs and pinned files."""
+        """What is pinned is counted here, and what is not in memory is brought."""
         try:
             self.namespace.unlink(inode.parent, inode.name)
         except NotFoundError:
@@ -175,14 +175,16 @@ class Forgetting:
 
 
 class NextNames:
-    """Names are removed one by one, as by `rm -r`. The next ones of the same directory come into memory, where the data
-    plane removes them without Python."""
+    """Names are removed or renamed one by one, in their order, as by `rm -r`. The next ones of the same directory come
+    into memory, where the data plane changes them without Python. In no order nothing comes: it would be in vain."""
 
     def __init__(self, index: LmdbIndex) -> None:
-        self._index, self._parent = index, 0
+        self._index, self._next = index, (0, b"")
 
     def bring(self, parent: InodeNumber, name: bytes) -> None:
-        """This name is about to be removed in Python: it is not in memory."""
-        if parent == self._parent:
-            self._index.bring([number for _, number in self._index.list(parent, name, NEXT)])
-        self._parent = parent
+        """This name is about to be changed in Python: it is not in memory."""
+        in_order = self._next == (parent, name)
+        ahead = self._index.list_stored(parent, name, NEXT + 1 if in_order else 1)
+        if in_order:
+            self._index.bring([number for _, number in ahead[:NEXT]])
+        self._next = (int(parent), ahead[-1][0] if ahead else b"")

@@ -13,18 +13,21 @@ import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from errno import EBUSY, EIO
 from itertools import compress
 
 import trio
 
-from kvfs.errors import KvfsError
+from kvfs.errors import KvfsError, NotEmptyError
 from kvfs.index.lmdb import LmdbIndex
 from kvfs.names import Evicted, Leave, Look, Removed, step
+from kvfs.naming import END_OPEN, Act, Naming
 from kvfs.plane import OpenState, Plane, PlaneError
 from kvfs.podmap import Rights
 from kvfs.pool.format import META_IN_FLIGHT, META_NUMBER, META_VERSION
 from kvfs.record import Inode, InodeFlags, Kind
+from kvfs.store.bringing import Bringing
 from kvfs.store.pins import Pins
 from kvfs.store.segment import Segment, Versions, usage
 from kvfs.store.segments import Segments
@@ -55,6 +58,7 @@ class Blocks:
         self.names.number(epoch << COUNTER_BITS | segments.slot, in_pod=segments.config.pod is not None)
         self.versions = Versions(self.names)
         self.pins = Pins(index, shares, plane.names)
+        self.bringing = Bringing(index, plane)
         self.space = SpaceLimit(segments, plane, shares)
         self.table_room = TableRoom(plane, lambda: segments.need_space.set())
         # How often directories were renamed. Ancestors that were read before the last time may be old.
@@ -174,16 +178,13 @@ class Blocks:
                     self.pins.remove(replaced.inode)
         self.count_pinned(None, block)
 
-    @step
-    def drop(self, inode: Inode) -> None:
-        """The block left the block table: it leaves the index and the accounts."""
-        self.index.delete(inode)
-        assert self.index.raw(inode.inode) is None, inode
-        self.forget(inode)
-
-    @step
     def drop_bad(self, number: InodeNumber, segment: int) -> None:
         """A block failed verification: it is a miss from now on, unless it has moved meanwhile."""
+        self.index.keep_above(number)
+        self._drop_bad(number, segment)
+
+    @step
+    def _drop_bad(self, number: InodeNumber, segment: int) -> None:
         inode = self.index.get(number)
         if inode is None or not inode.sealed or self.plane.inode_is_open(number) == OpenState.BEING_WRITTEN:
             return
@@ -193,10 +194,9 @@ class Blocks:
         log.error("inode %d in segment %d: failed its checksums; dropped", number, inode.segment)
         if inode.nameless:
             return
-        self._take_name(inode)
+        self.take_name(number)
         self.tell_hosts()
 
-    @step
     def drop_overtaken(self, number: InodeNumber, version: int) -> None:
         """In a pod: another node has stored or removed its name later, or changed a directory. An own block of at most
         this version lost.
@@ -204,15 +204,21 @@ class Blocks:
         A file that is being written is mostly stored again, under a higher version. Or its seal was under way before
         the other's news came, or its writer closes it unchanged. So it is looked at once more when it has no writer.
         """
+        self.index.keep_above(number)
         inode = self.index.get(number)
         if inode is not None and inode.kind == Kind.DIRECTORY:
             self._look_at_directory(inode)
-            return
+        else:
+            self._drop_overtaken(number, version)
+
+    @step
+    def _drop_overtaken(self, number: InodeNumber, version: int) -> None:
+        inode = self.index.get(number)
         if inode is None or inode.nameless or not inode.sealed or inode.version > version:
             return
         if self.plane.inode_overtaken(number, version) == OpenState.BEING_WRITTEN:
             return
-        self._take_name(inode)
+        self.take_name(number)
         self.tell_hosts()
 
     def _look_at_directory(self, inode: Inode) -> None:
@@ -220,15 +226,10 @@ class Blocks:
         was only looked up here goes with the last node that has it."""
         if self.follow_rights(inode) is not inode or InodeFlags.BORROWED not in inode.flags:
             return
-        if self._rights(inode) is None and self.index.is_empty(inode.inode):
-            self.index.keep(inode.inode)
-            try:
-                self.plane.inode_remove(inode.inode)
-            except PlaneError:
-                return
-            self.index.delete(inode)
-            self.directory_removals += 1
-            self.tell_hosts()
+        if self._rights(inode) is None:
+            with suppress(NotEmptyError):
+                self.take_name(inode.inode)
+                self.tell_hosts()
 
     def _rights(self, inode: Inode) -> Rights | None:
         return None if self.plane.pod is None else self.plane.pod.rights(inode.parent, inode.name)
@@ -249,21 +250,70 @@ class Blocks:
         self.tell_hosts()
         return changed
 
-    def _take_name(self, inode: Inode) -> None:
-        """It is a miss from now on; who has it open reads on."""
-        self.index.keep(inode.inode)  # subscribers are told of its name
-        try:
-            kept = self.plane.inode_remove(inode.inode)
-        except PlaneError:
-            kept = 0
-        if kept:
-            nameless = inode.copy()
-            nameless.flags |= InodeFlags.NAMELESS
-            nameless.nlink = 0
-            self.index.put(nameless, inode)
-            self.segments.mark_dirty(self.segments.all[inode.segment], gone=True)
-        else:
-            self.drop(inode)
+    # ---- removals and renames: made in C (native/src/content/naming.c) ----
+
+    def unlink(self, parent: InodeNumber, name: bytes) -> None:
+        self.bringing.change(self._changed, Act.UNLINK, parent, name)
+
+    def delete(self, parent: InodeNumber, name: bytes) -> None:
+        """As unlink(), of a file alone."""
+        self.bringing.change(self._changed, Act.DELETE, parent, name)
+
+    def rmdir(self, parent: InodeNumber, name: bytes) -> None:
+        self.bringing.change(self._changed, Act.RMDIR, parent, name)
+
+    def rename(
+        self, parent: InodeNumber, name: bytes, new_parent: InodeNumber, new_name: bytes, flags: int = 0
+    ) -> None:
+        """rename(2), atomically over an existing name."""
+        self.bringing.change(self._changed, Act.RENAME, parent, name, new_parent, new_name, flags)
+
+    def take_name(self, number: InodeNumber) -> None:
+        """The inode is a miss from now on; who has it open reads on. NotEmptyError."""
+        self.bringing.change(self._changed, Act.TAKE, inode=number)
+
+    def end_nameless(self, number: InodeNumber, *, even_open: bool = False) -> None:
+        """An inode without a name goes, unless it is open."""
+        self.bringing.change(self._changed, Act.END, inode=number, flags=END_OPEN if even_open else 0)
+
+    def _changed(self, done: Naming) -> None:
+        """Within the step of a removal or rename: count what is counted here."""
+        self.segments.take_notes()
+        if done.lingers and done.lost is not None:
+            self.linger(done.lost)
+        if done.untold:
+            self.tell_hosts()
+        if not self.pins and self.index.removed_names is None and not done.is_of_directories:
+            return
+        removed, renamed = done.removed, done.renamed
+        if removed is not None:
+            self._removed(Inode.unpack(removed), done.kept)
+        if renamed is not None:
+            before, after = Inode.unpack(renamed[0]), Inode.unpack(renamed[1])
+            self.index.note_removed(before)
+            if after.kind == Kind.DIRECTORY:
+                self._directory_changed(after.inode)
+            if before.parent != after.parent:
+                self._moved(before, after)
+
+    def _removed(self, inode: Inode, kept: int) -> None:
+        self.index.note_removed(inode)
+        if inode.kind == Kind.DIRECTORY:
+            self.directory_removals += 1
+            if not kept and self.bringing.directories is not None:
+                self.bringing.directories.directory_removed(inode)
+        elif inode.sealed and not kept:
+            self.count_pinned(inode, None)
+            if InodeFlags.PINNED in inode.flags:
+                self.pins.remove(inode.inode)
+
+    def _moved(self, before: Inode, after: Inode) -> None:
+        """The inode lies in another directory, where other pins may hold it."""
+        if after.kind == Kind.DIRECTORY:
+            self.pins.changed.set()  # all below it is counted anew
+        elif after.sealed:
+            self.count_pinned(before, None)
+            self.count_pinned(None, after)
 
     @step
     def forget(self, inode: Inode) -> None:
@@ -295,14 +345,6 @@ class Blocks:
         self.directory_moves += 1
         self._moved_directories.append(number)
         self._directory_moved.set()
-
-    def moved(self, before: Inode, after: Inode) -> None:
-        """The inode lies in another directory, where other pins may hold it."""
-        if after.kind == Kind.DIRECTORY:
-            self.pins.changed.set()  # all below it is counted anew
-        else:
-            self.count_pinned(before, None)
-            self.count_pinned(None, after)
 
     async def follow_moves(self) -> None:
         """Mark the summaries that name blocks below a directory that was renamed. Until cancelled."""
@@ -389,7 +431,7 @@ class Blocks:
     @step
     def remove_files(self, directory: InodeNumber, numbers: Sequence[InodeNumber]) -> Removed:
         """Files of a directory lose their names and go, as by unlink(2). Hosts are told soon. The rest is the caller's:
-        directories, links, slabs and pinned files."""
+        directories and pinned files."""
         self.index.bring(numbers)
         removed = self.names.remove_files(directory, numbers)
         self.segments.take_notes()

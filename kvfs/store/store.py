@@ -473,6 +473,8 @@ class Store:
             self.service.note_error(event.value >> 32, event.value & 0xFFFFFFFF)
         elif event.type == EventType.ROOM:
             self._tasks.start(self.sealing.make_room)
+        elif event.type == EventType.LINGERS:
+            self.blocks.linger(InodeNumber(event.inode))
         elif event.type == EventType.PINNED:
             self.pins.changed.set()
         elif event.type == EventType.PLACES:
@@ -674,9 +676,7 @@ class Store:
             if inode is not None and inode.sealed and self._leaves:
                 clean = False  # its pages are counted anew by whoever inherits it, or does not
             elif inode is not None and inode.sealed:
-                with suppress(PlaneError):  # a rebuild has not got to it
-                    self.plane.inode_remove(number)
-                self.blocks.drop(inode)
+                self.blocks.end_nameless(number, even_open=True)
         try:
             await self.blocks.commit()
             for _ in range(2):  # the second writes the other copy where the first names what is gone

@@ -64,9 +64,6 @@ int kvfs_names_load(struct kvfs_names *names, const void *records, uint64_t size
 /* Insert or change: afterwards the record's name leads to it, and its earlier name nowhere, unless it leads to another inode. `known`: the index
  * may have an earlier record of this inode. -ENOENT: then load it first. */
 int kvfs_names_put(struct kvfs_names *names, const void *record, int known);
-/* A file that is not sealed is about to take the name of another one. The block that had it stays in the journal until the file is sealed, renamed or
- * removed: after a kill the name leads to it. */
-void kvfs_names_push(struct kvfs_names *names, uint64_t inode, uint64_t target);
 /* -ENOENT: load it first. */
 int kvfs_names_remove(struct kvfs_names *names, uint64_t inode);
 /* The most files and directories to keep that equal the index's, from the next one on. The last of each stays. For tests of their leaving. */
@@ -136,7 +133,7 @@ enum kvfs_names_leave {
     KVFS_LEAVE_HIDING = 2, /* a device is away: names may belong to blocks there */
     KVFS_LEAVE_BEHIND = 8, /* commits fail: new names are slowed down, then refused */
     KVFS_LEAVE_FULL = 16,  /* kvfs_names_journal_is_full(): new names, renames and removals wait for a commit */
-    KVFS_LEAVE_PINS = 4    /* something is pinned. Below a pin files are neither sealed, moved nor removed here */
+    KVFS_LEAVE_PINS = 4    /* something is pinned. Below a pin threads of C neither seal, move nor remove files */
 };
 void kvfs_names_leave(struct kvfs_names *names, uint32_t reason, int on);
 /* Hosts may believe that this name leads to an evicted block: Python makes it. With name_size 0: no host believes so of any. */

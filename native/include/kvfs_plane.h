@@ -155,11 +155,12 @@ enum kvfs_event_type {
                                   * kvfs_slab_answer */
     KVFS_EVENT_ROOM = 15,        /* a FLUSH waits for room in a segment: kvfs_flush_wanted() */
     KVFS_EVENT_OVERTAKEN =
-        16,                 /* another node has stored this inode's name, or removed it, or changed a directory. value = the version up to which this
+        16,                  /* another node has stored this inode's name, or removed it, or changed a directory. value = the version up to which this
                                   * node's own loses */
-    KVFS_EVENT_PINNED = 17, /* a file that was being sealed here was pinned meanwhile, or a directory above it: its pages are to be counted */
-    KVFS_EVENT_PLACES = 14, /* kvfs_places_noted() has news that are waited for */
-    KVFS_EVENT_SLOW = 13    /* a request of this inode took longer than slow_ms. value = FUSE opcode << 56 | microseconds. Ten a second
+    KVFS_EVENT_PINNED = 17,  /* a file that was being sealed here was pinned meanwhile, or a directory above it: its pages are to be counted */
+    KVFS_EVENT_LINGERS = 18, /* the inode's name is given to another: it can be opened for a moment more */
+    KVFS_EVENT_PLACES = 14,  /* kvfs_places_noted() has news that are waited for */
+    KVFS_EVENT_SLOW = 13     /* a request of this inode took longer than slow_ms. value = FUSE opcode << 56 | microseconds. Ten a second
                                  * at most, and no more than ten not yet taken; the others count in slow_requests only */
 };
 struct kvfs_event {
@@ -312,9 +313,7 @@ int kvfs_inode_update(struct kvfs_plane *plane, const void *inode_record);
 /* Like kvfs_inode_update, for a block that was copied to another place; -EBUSY: it is being written, from its old place, and stays
  * there. */
 int kvfs_inode_move(struct kvfs_plane *plane, const void *inode_record);
-/* Unlink: returns 1 if the inode is open and was kept nameless (KVFS_EVENT_IDLE follows), 0 if it is gone. */
-int kvfs_inode_remove(struct kvfs_plane *plane, uint64_t inode);
-/* The same where its device is away, as subscribers hear. */
+/* Its device is away: the inode leaves the table. 1: it is open and was kept nameless (KVFS_EVENT_IDLE follows); 0: it is gone. */
 int kvfs_inode_hide(struct kvfs_plane *plane, uint64_t inode);
 /* For each inode: if it is open, busy[i] = 1 and nothing changes. Otherwise, or if it is open beyond its users' shares, its record is removed and
  * busy[i] = 0. Returns the busy count. */
@@ -347,8 +346,8 @@ void kvfs_blocks_evict(struct kvfs_plane *plane, uint32_t segment, const uint64_
 /* The same for files that are worth nothing without each other, wherever they lie: while one is open within its users' shares, or written, all
  * stay. Leased ones stay without the others. */
 void kvfs_group_evict(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count, uint8_t *gone, struct kvfs_evicted *evicted);
-/* One step: files of a directory lose their names and go, as by unlink(2); hosts will have to be told of the names. left[i] = 1 for the caller's
- * files: directories, links, slabs, pinned files, and files without a record in memory. */
+/* One step: files of a directory lose their names and go, as by unlink(2); hosts will have to be told of the names. left[i] = 1 for the caller's:
+ * directories, pinned files, and files without a record in memory. */
 struct kvfs_removed {
     uint32_t files;
     uint32_t open;  /* of these: they live on without a name until the last close */
@@ -420,8 +419,6 @@ int kvfs_foreign_find(struct kvfs_plane *plane, uint64_t parent, const char *nam
 int kvfs_foreign_rights(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t name_size, struct kvfs_record *out);
 /* Tell once more of all directories that this node has: another one has begun, and empty ones are on no device. Returns how many. Any thread. */
 uint64_t kvfs_foreign_tell_directories(struct kvfs_plane *plane);
-/* Remove a block's name of another node; every node gets the news. 0, -ENOENT; -EAGAIN: it is this node's, or a directory. */
-int kvfs_foreign_unlink(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t name_size);
 /* Names of other nodes that were removed here, since the last call. Their owners may be away: the node that removed them says it again when they are back.
  * Returns how many of `capacity` were written; call again until it is 0. */
 struct kvfs_tombstone {

@@ -2,6 +2,7 @@
 /* Files that the data plane makes, seals, renames and removes without Python, and what it tells Python of them. Then many threads at once, beside
  * commits. */
 #include "kernel_harness.h"
+#include "kvfs_naming.h"
 
 #define SEGMENT 2u
 #define GENERATION 9u
@@ -312,7 +313,8 @@ static void test_below_a_pin_python_seals(void) {
     CHECK(flush_start(&flush, NULL) == -EAGAIN);
     CHECK(name_create(plane, 1, "beside", 0644, 0, 0, &record) == 0);
     CHECK(name_rename(plane, 1, "beside", 50, "inside", 0) == -EAGAIN);
-    CHECK(name_unlink(plane, 1, "beside") == 0);
+    CHECK(name_rename(plane, 1, "beside", 50, "below", 0) == -EAGAIN && name_rename(plane, 50, "below", 50, "again", 0) == 0);
+    CHECK(name_rename(plane, 50, "again", 50, "below", 0) == 0 && name_unlink(plane, 1, "beside") == 0);
     kvfs_names_leave(names, KVFS_LEAVE_PINS, 0);
     CHECK(name_unlink(plane, 50, "below") == 0);
     printf("ok below a pin Python seals, moves and removes\n");
@@ -606,11 +608,11 @@ static void *churn(void *argument) {
                 block_open(record.inode, thread);
             break;
         case 0: r = name_create(plane, 60 + turn % 2, name, 0644, thread, thread, &record), made += r == 0; break;
-        case 1: r = name_rename(plane, 60 + turn % 2, name, 60, new_name, 0), renamed += r == 0; break;
+        case 1: r = name_rename(plane, 60 + turn % 2, name, 60, new_name, 1 /* RENAME_NOREPLACE */), renamed += r == 0; break;
         default: r = name_unlink(plane, 60, turn % 2 ? name : new_name), removed += r == 0; break;
         }
-        CHECK(r == 0 || r == -EAGAIN);
-        left_to_python += r != 0;
+        CHECK(r == 0 || r == -EAGAIN || r == -ENOENT || r == -EEXIST);
+        left_to_python += r == -EAGAIN;
     }
     atomic_fetch_sub(&working, 1);
     return NULL;
@@ -661,10 +663,33 @@ static void evict_some(uint32_t turn) {
     members_check(inodes);
 }
 
+/* Removals and renames by Python's hand. Directory 62 goes up and down, and takes the place of an empty one. */
+static void name_some(uint32_t turn) {
+    char name[32], new_name[32];
+    const bool down = turn % 2;
+    snprintf(name, sizeof(name), "block%u", turn % BLOCKS);
+    snprintf(new_name, sizeof(new_name), "block%u", turn * 7 % BLOCKS);
+    const struct kvfs_naming asked[] = {
+        {.kind = KVFS_NAMING_RENAME, .parent = 60, .name = name, .new_parent = 60, .new_name = new_name},
+        {.kind = KVFS_NAMING_UNLINK, .parent = 60, .name = new_name},
+        {.kind = KVFS_NAMING_RENAME, .parent = down ? 60 : 61, .name = "moves", .new_parent = down ? 61 : 60, .new_name = "moves"},
+    };
+    for (uint32_t i = 0; i < 3; i++) {
+        struct kvfs_naming n = asked[i];
+        n.name_size = (uint32_t)strlen(n.name);
+        n.new_name_size = n.new_name ? (uint32_t)strlen(n.new_name) : 0;
+        int r = kvfs_naming(plane, &n);
+        CHECK(r == 0 || r == -ENOENT);
+        CHECK(i < 2 || (r == 0 && n.before && n.after));
+        kvfs_naming_end(plane, &n);
+    }
+}
+
 /* Python meanwhile: commits, some of which fail, evictions, and steps. */
 static void test_threads_beside_commits(void) {
     directory_put(60, 1, "sixty");
     directory_put(61, 60, "below");
+    directory_put(62, 61, "moves");
     pthread_t threads[THREADS];
     atomic_store(&working, THREADS);
     for (uintptr_t i = 0; i < THREADS; i++)
@@ -675,6 +700,7 @@ static void test_threads_beside_commits(void) {
         usleep(300);
         kvfs_names_commit_end(names, turn % 4 != 0);
         evict_some(turn);
+        name_some(turn);
         kvfs_names_begin(names);
         kvfs_inode_update(plane, &(struct kvfs_inode_record){.record_size = 128, .inode = 60, .kind = KVFS_KIND_DIRECTORY, .mode = 040755});
         kvfs_names_end(names);

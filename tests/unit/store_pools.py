@@ -116,29 +116,21 @@ async def write(store: Store, name: bytes, size: int = 3 * 4096, parent: int = R
 
 
 def rename(store: Store, number: InodeNumber, name: bytes, parent: int = ROOT_INODE) -> None:
+    """Over whoever has the name; nobody can open that any more."""
     old = store.index.get(number)
     assert old is not None
-    target_number = store.index.lookup(InodeNumber(parent), name)
-    target = None if target_number is None else store.index.get(target_number)
-    new = old.copy()
-    new.parent, new.name = InodeNumber(parent), name
-    lingers = store.plane.name_put(new.pack(), 0 if target is None else target.inode)
+    target = store.index.lookup(InodeNumber(parent), name)
+    store.blocks.rename(old.parent, old.name, InodeNumber(parent), name)
     if target is not None:
-        assert lingers and store.plane.inode_remove(target.inode) == 0
-        store.index.delete(target)
-        store.blocks.forget(target)
-    store.index.put(new, old)
-    store.blocks.renamed(new)
+        store.blocks.end_nameless(target)
+        assert store.index.get(target) is None
 
 
 def unlink(store: Store, name: bytes, parent: int = ROOT_INODE) -> None:
     number = store.index.lookup(InodeNumber(parent), name)
     assert number is not None
-    inode = store.index.get(number)
-    assert inode is not None
-    assert store.plane.inode_remove(number) == 0
-    store.index.delete(inode)
-    store.blocks.forget(inode)
+    store.blocks.unlink(InodeNumber(parent), name)
+    assert store.index.get(number) is None
 
 
 def names(store: Store, parent: int = ROOT_INODE) -> set[bytes]:

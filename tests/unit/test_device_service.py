@@ -190,8 +190,7 @@ def test_names_given_anew_removed_or_renamed_while_a_device_was_away_stay_so(tmp
             if store.index.lookup(directory.inode, name) is not None:
                 unlink(store, name, directory.inode)
         assert store.index.is_empty(directory.inode)
-        store.plane.inode_remove(directory.inode)
-        store.index.delete(directory)
+        store.blocks.rmdir(ROOT_INODE, directory.name)
         left = set(lost) - {removed}
         await back(store)
         assert left <= names(store)

@@ -210,5 +210,13 @@ def test_of_removals_one_by_one_the_next_names_are_brought_into_memory(tmp_path:
         Namespace(store).unlink(parent, b"000000")
         ahead.bring(parent, b"000001")
         assert store.plane.names.absent(numbers[1:]) == [numbers[1], *numbers[2 + NEXT :]]
+        for name in (b"0000c8", b"0000be", b"0000e0"):  # in no order
+            ahead.bring(parent, name)
+        assert store.plane.names.absent(numbers[1:]) == [numbers[1], *numbers[2 + NEXT :]]
+        ahead = NextNames(store.index)
+        ahead.bring(parent, b"000001")
+        ahead.bring(parent, b"000002")
+        ahead.bring(parent, b"%06x" % (3 + NEXT))  # the first that was not brought
+        assert store.plane.names.absent(numbers[1:]) == [numbers[1], numbers[3 + NEXT], *numbers[4 + 2 * NEXT :]]
 
     with_store(make_pool(tmp_path / "p"), work, LAZY)

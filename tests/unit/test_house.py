@@ -18,7 +18,7 @@ from kvfs.lent import Part, lent
 LINES_OF_A_FILE = 900
 LINES_OF_A_FUNCTION = 100
 # It is to fall. 291 before three for packing commits, which took a record's keys out of Python.
-CALLS_OF_C = 294
+CALLS_OF_C = 293
 # Headers of libkvfs, for programs in C, too.
 PUBLIC = {"kvfs.h", "kvfs_gpu.h"}
 

@@ -159,7 +159,7 @@ def test_a_file_that_took_the_name_of_the_directory_it_was_in_is_found(pool: Pat
         inside = await write(store, b"inside", parent=above.inode)
         await store.sync()
         rename(store, inside.inode, b"moved")
-        unlink(store, b"name")
+        store.blocks.rmdir(ROOT_INODE, b"name")
         rename(store, inside.inode, b"name")
         await store.sealing.rewrite(inside.inode, True)
         store.plane.file_truncate(inside.inode, 20_000)

@@ -235,8 +235,6 @@ int kvfs_remove_names(struct kvfs_plane *plane, struct kvfs_removal *frame, uint
         uint32_t shard = frame_shard(flags, item.directory, name);
         uint64_t directory = shards[shard].directory;
         int r = !directory ? -ENOENT : leave ? -EAGAIN : name_remove(plane, directory, name, item.name_size);
-        if (r == -ENOENT && directory)
-            r = foreign_unlink(plane, directory, name, item.name_size);
         frame->at += sizeof(item) + round_up(item.name_size, 8);
         if (r == -EAGAIN) {
             next = KVFS_FRAME_NAMES;

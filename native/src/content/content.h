@@ -375,26 +375,33 @@ int seal_to(struct kvfs_plane *plane, uint64_t inode, const struct kvfs_run *run
  * be told at once. */
 void seal_go(struct kvfs_plane *plane, struct write_job *job, struct ring *ring);
 
-/* ---- names_changes.c, flush.c: what comes with every stored file ---- */
+/* ---- names_changes.c, naming.c, flush.c: what comes with every stored file ---- */
 
-/* These change names where all that they need is in memory. -EAGAIN: Python is to do it, and nothing has changed. Names are of 1 to KVFS_NAME_MAX
- * bytes. */
+/* These change names where all that they need is in memory. -EAGAIN: Python is to bring the rest, and nothing has changed. Names are of 1 to
+ * KVFS_NAME_MAX bytes. */
 int name_create(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t mode, uint32_t uid, uint32_t gid, struct kvfs_record *out);
 int name_unlink(struct kvfs_plane *plane, uint64_t parent, const char *name);
 int name_rename(struct kvfs_plane *plane, uint64_t parent, const char *name, uint64_t new_parent, const char *new_name, uint32_t flags);
 /* These within a step. Whether the inode is pinned, or lies below a directory that is, or that is not in memory. */
 bool name_is_pinned(struct kvfs_plane *plane, uint64_t inode);
-/* As name_unlink, and -ENOENT: nobody has the name. */
+/* As name_unlink(), of files alone. */
 int name_remove(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t size);
 /* 0: nobody has the name; 1: *holder has it; -EAGAIN: only the index knows. */
 int name_holder(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t size, const struct kvfs_inode_record **holder);
 const struct kvfs_inode_record *directory_here(struct kvfs_plane *plane, uint64_t inode); /* NULL: only the index knows, or it is none */
+/* The inode loses its name in the block table. 1: it is open and was kept nameless (KVFS_EVENT_IDLE follows); 0: it is gone. */
+int kvfs_inode_remove(struct kvfs_plane *plane, uint64_t inode);
 /* The inode has lost its name, and is out of the block table unless it is `kept`, for those who have it open. Takes over the record, a copy. */
 int name_drop(struct kvfs_plane *plane, struct kvfs_inode_record *record, int kept, int64_t now); /* enum kvfs_kept */
 /* Nobody has a nameless inode open any more: Python removes it. */
 void name_let_go(struct kvfs_plane *plane, uint64_t inode);
 /* A directory's entries have changed. Without memory its times stay: nothing depends on them. */
 void name_touch(struct kvfs_plane *plane, uint64_t inode, int64_t now);
+void name_links(struct kvfs_plane *plane, uint64_t inode, int64_t now, int links); /* the same, and so many subdirectories more */
+/* A step, unless Python is in the middle of one, or changes are left to it for one of these reasons (enum kvfs_names_leave). */
+bool names_step_begin(struct kvfs_plane *plane, uint32_t reasons);
+/* A copy with another name, which may be its own. NULL: no memory. */
+struct kvfs_inode_record *record_named(const struct kvfs_inode_record *from, uint64_t parent, const char *name, uint32_t size);
 /* Bytes of the records of the directories from `parent` up, without the root. -EAGAIN: one is not in memory; `partial`: the way ends there. */
 int64_t ancestors_size(struct kvfs_plane *plane, uint64_t parent, bool partial);
 void ancestors_copy(struct kvfs_plane *plane, uint64_t parent, uint8_t *out, uint64_t size);
@@ -527,14 +534,12 @@ void foreign_avoid(struct kvfs_plane *plane, uint32_t segment);
 void foreign_hit(struct kvfs_plane *plane, const struct kvfs_record *record);
 /* The plane comes down. */
 void foreign_leave(struct kvfs_plane *plane);
-/* The name leads to a block of another node, and to nothing here. */
-bool foreign_holds(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t size);
 /* A block or directory is here under a key, within a step. Returns what other nodes have of that name. Their block is remembered as removed: its node
  * may be away, and would bring it back once the new block is gone. */
 enum foreign_holder { FOREIGN_NOTHING, FOREIGN_BLOCK, FOREIGN_DIRECTORY };
 enum foreign_holder foreign_replaced(struct kvfs_plane *plane, uint64_t key_low, uint64_t key_high, uint64_t by_version);
-/* Remove a name of another node: every node is told. 0; -ENOENT: no node has it; -EAGAIN: it is this node's, or a directory, or nobody can say. */
-int foreign_unlink(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t size);
+/* Remove a block's name of another node, which nobody here has, within a step: every node is told. 0; 1: a directory; -ENOENT: no node has it. */
+int foreign_drop(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t size);
 
 /* ---- changes.c: what subscribers are told; within a step ---- */
 

@@ -80,6 +80,7 @@ bool foreign_moved(struct kvfs_plane *plane, struct node *node, const struct kvf
 
 /* ---- removed ---- */
 
+#define MAP_TRIES 1000u /* a look-up that meets a change of the map is repeated */
 #define TOMBSTONES_MAX 65536u
 /* Those that Python has not taken yet; within a step. Beyond the bound the oldest are overwritten. */
 struct tombstones {
@@ -128,29 +129,19 @@ void kvfs_foreign_tell_gone(struct kvfs_plane *plane, const struct kvfs_tombston
     }
 }
 
-bool foreign_holds(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t size) {
+int foreign_drop(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t size) {
     struct kvfs_record record;
-    return kvfs_table_find_name(plane->table, parent, name, size, &record) == -ENOENT &&
-           foreign_find(plane->pod, &plane->array.geometry, parent, name, size, &record) == 0;
-}
-
-int foreign_unlink(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t size) {
-    struct kvfs_record record;
-    if (!plane->pod)
-        return -ENOENT;
-    kvfs_names_begin(plane->names);
-    int r = -EAGAIN; /* this node's own: Python's, or its name is gone by now */
-    if (kvfs_table_find_name(plane->table, parent, name, size, &record) == -ENOENT)
+    int r = -EAGAIN;
+    for (uint32_t i = 0; i < MAP_TRIES && r == -EAGAIN; i++)
         r = foreign_find(plane->pod, &plane->array.geometry, parent, name, size, &record);
-    if (r == 0) {
-        kvfs_names_seen(plane->names, kvfs_pod_version(plane->pod, record.key_low, record.key_high));
-        uint64_t version = kvfs_names_next_version(plane->names);
-        kvfs_pod_remove(plane->pod, record.key_low, record.key_high, version);
-        gone_tell(plane, record.key_low, record.key_high, version);
-        tombstone_add(plane, record.key_low, record.key_high, version, kvfs_pod_owner(plane->pod, record.segment));
-    }
-    kvfs_names_end(plane->names);
-    return r == 1 ? -EAGAIN : r;
+    if (r)
+        return r == -EAGAIN ? -ENOENT : r;
+    kvfs_names_seen(plane->names, kvfs_pod_version(plane->pod, record.key_low, record.key_high));
+    uint64_t version = kvfs_names_next_version(plane->names);
+    kvfs_pod_remove(plane->pod, record.key_low, record.key_high, version);
+    gone_tell(plane, record.key_low, record.key_high, version);
+    tombstone_add(plane, record.key_low, record.key_high, version, kvfs_pod_owner(plane->pod, record.segment));
+    return 0;
 }
 
 /* ---- for the control plane ---- */
@@ -228,10 +219,6 @@ uint64_t kvfs_foreign_tell_directories(struct kvfs_plane *plane) {
         kvfs_names_end(plane->names);
     }
     return told;
-}
-
-int kvfs_foreign_unlink(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t name_size) {
-    return foreign_unlink(plane, parent, name, name_size);
 }
 
 int kvfs_foreign_known(struct kvfs_plane *plane, uint64_t inode, struct kvfs_record *out, char *name) {

@@ -489,13 +489,19 @@ static void do_create(struct server *server, struct fuse_in_header *in) {
         mux_forward(server, create.flags, 0);
 }
 
+/* -EAGAIN: Python is to bring what a change of names lacks. */
+static void answer_change(struct server *server, int r) {
+    if (r == 0)
+        mux_answer_done(server);
+    else if (r == -EAGAIN)
+        mux_forward(server, 0, 0);
+    else
+        reply_error(server, ((struct fuse_in_header *)(void *)server->head)->unique, r);
+}
+
 static void do_unlink(struct server *server, struct fuse_in_header *in) {
     const char *name = (const char *)(in + 1);
-    if (mux_is_open(server->plane) &&
-        (name_unlink(server->plane, in->nodeid, name) == 0 || foreign_unlink(server->plane, in->nodeid, name, (uint32_t)strlen(name)) == 0))
-        mux_answer_done(server);
-    else
-        mux_forward(server, 0, 0);
+    answer_change(server, mux_is_open(server->plane) ? name_unlink(server->plane, in->nodeid, name) : -EAGAIN);
 }
 
 static void do_rename(struct server *server, struct fuse_in_header *in) {
@@ -504,14 +510,8 @@ static void do_rename(struct server *server, struct fuse_in_header *in) {
     memcpy(&rename, in + 1, size); /* newdir comes first in both */
     const char *name = (const char *)(in + 1) + size, *new_name = name + strlen(name) + 1;
     made_note(server->plane, in);
-    if (server->plane->pod && foreign_holds(server->plane, in->nodeid, name, (uint32_t)strlen(name))) { /* mv(1) copies then */
-        reply_error(server, in->unique, -EXDEV);
-        return;
-    }
-    if (mux_is_open(server->plane) && name_rename(server->plane, in->nodeid, name, rename.newdir, new_name, rename.flags) == 0)
-        mux_answer_done(server);
-    else
-        mux_forward(server, 0, 0);
+    bool open = mux_is_open(server->plane);
+    answer_change(server, open ? name_rename(server->plane, in->nodeid, name, rename.newdir, new_name, rename.flags) : -EAGAIN);
 }
 
 static void do_make(struct server *server, struct fuse_in_header *in) {

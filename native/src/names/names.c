@@ -280,7 +280,7 @@ static void entry_clean(struct kvfs_names *names, struct entry *entry) {
     enum state state = directory ? CLEAN_DIRECTORY : CLEAN;
     entry_move(names, entry, state);
     struct entry *oldest = entry_at(names->states[state].after);
-    if (names->counts[state] > names->clean_max[state] && oldest != entry) /* a record that was loaded for a change stays for it */
+    if (names->counts[state] > names->clean_max[state] && oldest != entry && !names->held) /* a record that was loaded for a change stays for it */
         entry_forget(names, oldest);
 }
 
@@ -603,7 +603,8 @@ int names_prepare(struct kvfs_names *names, const struct kvfs_inode_record *reco
     return -ENOMEM;
 }
 
-void names_unprepare(struct kvfs_names *names, const struct kvfs_inode_record *record) {
+/* The record's name is not taken: its node is as before. */
+static void name_unprepare(struct kvfs_names *names, const struct kvfs_inode_record *record) {
     struct name *name = name_find(names, record->parent, record_name(record), record->name_size);
     if (name && !name->inode && !name->removed.after) { /* the node is new */
         name_free(names, name);
@@ -612,7 +613,26 @@ void names_unprepare(struct kvfs_names *names, const struct kvfs_inode_record *r
         if (holder && (holder->state == CLEAN || holder->state == CLEAN_DIRECTORY))
             name_unlist(names, name);
     }
+}
+
+void names_unprepare(struct kvfs_names *names, const struct kvfs_inode_record *record) {
+    name_unprepare(names, record);
     entry_free(names, entry_find(names, record->inode));
+}
+
+int names_prepare_move(struct kvfs_names *names, const struct kvfs_inode_record *record) {
+    struct entry *entry = entry_find(names, record->inode);
+    struct name *name;
+    assert(record_is_named(record) && entry && entry->record && lies_as(entry->record, record));
+    if (entry_list(names, entry, &name) == 0 && (name = name_get(names, record)) && name_list(names, name) == 0)
+        return 0;
+    names_unprepare_move(names, record);
+    return -ENOMEM;
+}
+
+void names_unprepare_move(struct kvfs_names *names, const struct kvfs_inode_record *record) {
+    name_unprepare(names, record);
+    name_unprepare(names, entry_find(names, record->inode)->record);
 }
 
 int kvfs_names_put(struct kvfs_names *names, const void *data, int known) {
@@ -627,15 +647,13 @@ int kvfs_names_put(struct kvfs_names *names, const void *data, int known) {
     return r;
 }
 
-void kvfs_names_push(struct kvfs_names *names, uint64_t inode, uint64_t target) {
-    kvfs_names_begin(names);
+void names_push(struct kvfs_names *names, uint64_t inode, uint64_t target) {
     struct entry *entry = entry_find(names, inode), *from = entry_find(names, target);
     if (entry && from && from->record && is_unsealed(entry->record)) {
         const struct kvfs_inode_record *older = is_unsealed(from->record) ? entry_older(from) : from->record;
         free(entry->older);
         entry->older = older && older->kind == KVFS_KIND_FILE ? record_again(older) : NULL;
     }
-    kvfs_names_end(names);
 }
 
 int kvfs_names_remove(struct kvfs_names *names, uint64_t inode) {
@@ -654,6 +672,27 @@ int names_removable(struct kvfs_names *names, uint64_t inode) {
     struct name *name;
     assert(entry);
     return entry_list(names, entry, &name);
+}
+
+void names_hold(struct kvfs_names *names) { names->held++; }
+
+void names_let_go(struct kvfs_names *names) {
+    assert(names->held);
+    if (--names->held)
+        return;
+    for (enum state state = CLEAN; state <= CLEAN_DIRECTORY; state++)
+        while (names->counts[state] > names->clean_max[state] && names->states[state].after != names->states[state].before)
+            entry_forget(names, entry_at(names->states[state].after));
+}
+
+bool names_has_new(const struct kvfs_names *names, uint64_t parent) {
+    const struct directory *directory = *directory_bucket(names, parent);
+    while (directory && directory->inode != parent)
+        directory = directory->next;
+    for (const struct link *at = directory ? directory->names.after : NULL; at && at != &directory->names; at = at->after)
+        if (((const struct name *)(const void *)at)->inode)
+            return true;
+    return false;
 }
 
 void kvfs_names_limit(struct kvfs_names *names, uint64_t files, uint64_t directories) {

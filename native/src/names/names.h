@@ -14,6 +14,9 @@ bool names_try(struct kvfs_names *names);
 const struct kvfs_inode_record *names_record(const struct kvfs_names *names, uint64_t inode);
 /* As kvfs_names_put, and takes over the record, which malloc() made; after an error it is the caller's. */
 int names_take(struct kvfs_names *names, struct kvfs_inode_record *record);
+/* A file that is not sealed takes the name of another one. The block that had it stays in the journal until the file is sealed, renamed or removed: after
+ * a kill the name leads to it. */
+void names_push(struct kvfs_names *names, uint64_t inode, uint64_t target);
 /* Whether the inode is here, or known to be gone. */
 bool names_has(const struct kvfs_names *names, uint64_t inode);
 /* From now on, within this step, kvfs_names_remove() of this inode, which is here, has the memory that it needs. -ENOMEM. */
@@ -32,6 +35,15 @@ bool names_is_untold(const struct kvfs_names *names, uint64_t parent, const char
  * -ENOMEM. */
 int names_prepare(struct kvfs_names *names, const struct kvfs_inode_record *record);
 void names_unprepare(struct kvfs_names *names, const struct kvfs_inode_record *record); /* it is not taken */
+/* The same for a record that is here and gets this name; it lies where the present one does. Within this step neither names_take() of it can fail, nor a
+ * change of the inode that has the name. -ENOMEM. */
+int names_prepare_move(struct kvfs_names *names, const struct kvfs_inode_record *record);
+void names_unprepare_move(struct kvfs_names *names, const struct kvfs_inode_record *record);
+/* Until as many calls of names_let_go() nothing that is as the index has it leaves memory: what is loaded for a change stays for it. */
+void names_hold(struct kvfs_names *names);
+void names_let_go(struct kvfs_names *names);
+/* A name of this directory that the index may not have leads to an inode. */
+bool names_has_new(const struct kvfs_names *names, uint64_t parent);
 
 /* ---- lists ---- */
 

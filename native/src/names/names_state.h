@@ -65,6 +65,7 @@ struct kvfs_names {
     struct link states[STATES], removed;
     uint64_t counts[STATES];
     uint64_t clean_max[2]; /* of CLEAN and CLEAN_DIRECTORY */
+    uint32_t held;         /* calls for which both stay, whatever their number */
     struct link members[MEMBER_LISTS];
     uint64_t grouped; /* entries with an attribute that names a group */
     uint64_t seed, batch;

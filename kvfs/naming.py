@@ -1,0 +1,143 @@
+"""A handle to the data plane's removals and renames (native/include/kvfs_naming.h): typed calls.
+
+Decides nothing. The store brings what such a change lacks (kvfs/store/bringing.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any, cast
+
+from kvfs._native import ffi, lib
+from kvfs.types import InodeNumber
+
+TRIES: int = lib.KVFS_NAMING_TRIES
+RENAME_NOREPLACE = 1
+# A flag of END: also while it is open.
+END_OPEN: int = lib.KVFS_NAMING_OPEN
+_FILE, _DIRECTORY = lib.KVFS_KIND_FILE, lib.KVFS_KIND_DIRECTORY
+
+
+class Act(IntEnum):
+    """enum kvfs_naming_kind: a removal or a rename."""
+
+    UNLINK = 1
+    DELETE = 2
+    RMDIR = 3
+    RENAME = 4
+    TAKE = 5
+    END = 6
+
+
+class Need(IntEnum):
+    """enum kvfs_need: what it lacks."""
+
+    INODES = 1
+    NAME = 2
+    ABOVE = 3
+    EMPTY = 4
+    THEIRS = 5
+
+
+class Naming:
+    """One removal or rename. End it by end()."""
+
+    def __init__(
+        self, plane: object, act: Act, parent: int = 0, name: bytes = b"", new_parent: int = 0, new_name: bytes = b"",
+        flags: int = 0, inode: int = 0,
+    ) -> None:  # fmt: skip
+        self.act, self.names, self.parents, self.inode = act, (name, new_name), (parent, new_parent), inode
+        self._plane = plane
+        self._texts = ffi.new("char[]", name), ffi.new("char[]", new_name)  # as long as C reads them
+        told = self._told = ffi.new("struct kvfs_naming *")
+        told.kind, told.flags, told.inode = act, flags, inode
+        told.parent, told.new_parent = parent, new_parent
+        told.name, told.new_name = self._texts
+        told.name_size, told.new_name_size = len(name), len(new_name)
+
+    def go(self) -> int:
+        """Returns 0 if it is done, a negative errno, or a Need. Then nothing has changed."""
+        return cast(int, lib.kvfs_naming(self._plane, self._told))
+
+    def end(self) -> None:
+        lib.kvfs_naming_end(self._plane, self._told)
+
+    # ---- what it lacks ----
+
+    @property
+    def inodes(self) -> list[InodeNumber]:
+        return [InodeNumber(self._told.inodes[i]) for i in range(self._told.inode_count)]
+
+    @property
+    def which(self) -> int:
+        """Of `names` and `parents`."""
+        return cast(int, self._told.which)
+
+    def gone(self, inodes: Sequence[int]) -> None:
+        """The index has no record of these."""
+        for inode in inodes:
+            self._told.gone[self._told.gone_count] = inode
+            self._told.gone_count += 1
+
+    def name_is_free(self) -> None:
+        """The index has nobody by the name that was asked for."""
+        self._told.known |= lib.KVFS_KNOWN_FREE << self._told.which
+
+    def is_empty(self, directory: int, empty: bool, is_open: bool) -> None:
+        if empty:
+            self._told.empty = directory
+        else:
+            self._told.full = directory
+        if is_open:
+            self._told.known |= lib.KVFS_KNOWN_OPEN
+
+    def theirs_entered(self) -> None:
+        self._told.known |= lib.KVFS_KNOWN_THEIRS
+
+    def hidden(self, holders: Sequence[int]) -> None:
+        """The inodes on devices that are away that have its names; 0: none has."""
+        self._told.hidden = list(holders)
+
+    # ---- what was done ----
+
+    @property
+    def kept(self) -> int:
+        """What lost its name lives on: enum kvfs_kept."""
+        return cast(int, self._told.kept)
+
+    @property
+    def lingers(self) -> bool:
+        """A file lost its name by a rename: look-ups of a moment ago may still open it."""
+        return bool(self._told.lingers)
+
+    @property
+    def untold(self) -> bool:
+        """Hosts may believe that the new name leads to an evicted block."""
+        return bool(self._told.untold)
+
+    @property
+    def lost(self) -> InodeNumber | None:
+        """The file that lost its name, or has gone; None: a directory, or nothing."""
+        removed = self._told.removed
+        return InodeNumber(removed.inode) if removed and removed.kind == _FILE else None
+
+    @property
+    def is_of_directories(self) -> bool:
+        """A directory was removed or renamed."""
+        return any(record and record.kind == _DIRECTORY for record in (self._told.removed, self._told.after))
+
+    @property
+    def removed(self) -> bytes | None:
+        """The record of what lost its name, or has gone, as it was."""
+        return _record(self._told.removed)
+
+    @property
+    def renamed(self) -> tuple[bytes, bytes] | None:
+        """The record of what was renamed, before and after."""
+        before, after = _record(self._told.before), _record(self._told.after)
+        return None if before is None or after is None else (before, after)
+
+
+def _record(record: Any) -> bytes | None:
+    return bytes(ffi.buffer(record, record.record_size)) if record else None

@@ -1,0 +1,132 @@
+"""Removals and renames: the data plane makes them, and this brings from the index what they lack.
+
+It is as a page fault: C says what is not in memory and has changed nothing, Python brings that and asks again. No lock
+is held while the index is read. What was brought stays in memory until the change has ended. C looks at everything
+again each time, as its own threads change names meanwhile.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Callable
+from typing import Protocol
+
+from kvfs.errors import (
+    CrossDeviceError,
+    ExistsError,
+    InvalidArgumentError,
+    IsDirectoryError,
+    KvfsError,
+    NamesFullError,
+    NameTooLongError,
+    NotDirectoryError,
+    NotEmptyError,
+    NotFoundError,
+)
+from kvfs.index.lmdb import LmdbIndex
+from kvfs.naming import TRIES, Act, Naming, Need
+from kvfs.plane import Plane
+from kvfs.record import Inode
+from kvfs.types import InodeNumber
+
+log = logging.getLogger(__name__)
+
+_ERRORS: dict[int, type[KvfsError]] = {
+    errno.ENOENT: NotFoundError, errno.EEXIST: ExistsError, errno.ENOTDIR: NotDirectoryError,
+    errno.EISDIR: IsDirectoryError, errno.ENOTEMPTY: NotEmptyError, errno.EXDEV: CrossDeviceError,
+    errno.EINVAL: InvalidArgumentError, errno.ENAMETOOLONG: NameTooLongError, errno.ENOSPC: NamesFullError,
+}  # fmt: skip
+
+
+class Directories(Protocol):
+    """The namespace, which knows who has a directory open."""
+
+    def is_open_directory(self, number: InodeNumber) -> bool: ...
+
+    def enter_theirs(self, parent: InodeNumber, name: bytes) -> None:
+        """Make the directory of this name that other nodes have, unless the name was taken meanwhile."""
+        ...
+
+    def directory_removed(self, directory: Inode) -> None: ...
+
+
+class Bringing:
+    """Makes one change at a time, in the one trio thread."""
+
+    def __init__(self, index: LmdbIndex, plane: Plane) -> None:
+        self._index, self._plane, self._names = index, plane, plane.names
+        self.directories: Directories | None = None
+
+    def change(
+        self, done: Callable[[Naming], None], act: Act, parent: int = 0, name: bytes = b"", new_parent: int = 0,
+        new_name: bytes = b"", flags: int = 0, inode: int = 0,
+    ) -> None:  # fmt: skip
+        """Make it; `done` counts it, in the same step. KvfsError: nothing has changed."""
+        naming = self._plane.naming(act, parent, name, new_parent, new_name, flags, inode)
+        try:
+            for _ in range(TRIES):
+                result = self._try(naming, done)
+                if result <= 0:
+                    break
+                self._bring(naming, Need(result))
+        finally:
+            naming.end()
+        if result > 0:
+            log.error("%s: not done in %d tries; it still lacks %s", _told(naming), TRIES, Need(result).name.lower())
+            result = -errno.EIO
+        if result < 0:
+            error = _ERRORS.get(-result, KvfsError)(f"{_told(naming)}: {os.strerror(-result)}")
+            error.errno = -result
+            raise error
+
+    def _try(self, naming: Naming, done: Callable[[Naming], None]) -> int:
+        hidden = 0
+        if self._index.is_hiding and naming.names[0]:
+            holders = [
+                self._index.hidden_holder(InodeNumber(p), n) for p, n in zip(naming.parents, naming.names, strict=True)
+            ]
+            naming.hidden(holders)
+            hidden = holders[1]
+            self._index.bring([holder for holder in holders if holder])
+        with self._names:
+            result = naming.go()
+            if result == 0:
+                done(naming)
+                if hidden:
+                    self._index.drop_hidden(hidden)  # its name is another's now
+        return result
+
+    def _bring(self, naming: Naming, need: Need) -> None:
+        index, names = self._index, self._names
+        if need == Need.NAME:
+            parent, name = naming.parents[naming.which], naming.names[naming.which]
+            if (number := index.stored_inode(parent, name)) is not None:
+                index.keep(number)
+            if names.find(parent, name) is None:
+                naming.name_is_free()
+        elif need == Need.INODES:
+            naming.gone(index.load(naming.inodes))
+        elif need == Need.ABOVE:
+            if (missing := index.keep_above(naming.inodes[0])) is not None:
+                naming.gone([missing])
+        elif need == Need.EMPTY:
+            (number,) = naming.inodes
+            empty = index.is_empty(number)
+            if empty and index.is_hiding:
+                index.drop_hidden_below(number)
+            naming.is_empty(number, empty, self.directories is not None and self.directories.is_open_directory(number))
+        else:
+            if self.directories is not None:
+                self.directories.enter_theirs(InodeNumber(naming.parents[0]), naming.names[0])
+            naming.theirs_entered()
+
+
+def _told(naming: Naming) -> str:
+    what = naming.act.name.lower()
+    if not naming.names[0]:
+        return f"{what} of inode {naming.inode}"
+    where = f"{naming.names[0]!r} in directory {naming.parents[0]}"
+    to = f" to {naming.names[1]!r} in directory {naming.parents[1]}" if naming.names[1] else ""
+    return f"{what} of {where}{to}"

@@ -1,0 +1,536 @@
+/* Removals and renames, each in one step (I4): names in memory, block table, places, and the directories' times. For threads of C, and for Python, which
+ * brings what is not in memory and calls again (kvfs_naming.h, kvfs/store/bringing.py).
+ *
+ * Each looks at all that it needs first. It takes the memory next, then changes the table, which can refuse, then the names, which cannot any more (I11). */
+#include "content/content.h"
+
+#include "kvfs_naming.h"
+
+#define NOREPLACE 1u
+#define DEPTH_MAX 4096u /* of directories: longer than PATH_MAX allows */
+#define MAP_TRIES 1000u /* a look-up in the pod map that meets a change is repeated */
+
+/* `counts`: Python asks, and counts pins, directories and notices itself, in the same step. */
+struct change_of {
+    struct kvfs_plane *plane;
+    struct kvfs_naming *n;
+    bool counts;
+};
+
+/* ---- looking ---- */
+
+static bool is_gone(const struct kvfs_naming *n, uint64_t inode) {
+    for (uint32_t i = 0; i < n->gone_count; i++)
+        if (n->gone[i] == inode)
+            return true;
+    return false;
+}
+
+/* NULL: nobody has it, or it is lacked. */
+static const struct kvfs_inode_record *record_of(const struct change_of *c, uint64_t inode) {
+    struct kvfs_naming *n = c->n;
+    const struct kvfs_inode_record *record = names_record(c->plane->names, inode);
+    if (record || names_has(c->plane->names, inode) || is_gone(n, inode))
+        return record;
+    for (uint32_t i = 0; i < n->inode_count; i++)
+        if (n->inodes[i] == inode)
+            return NULL;
+    assert(n->inode_count < KVFS_NAMING_INODES);
+    n->inodes[n->inode_count++] = inode;
+    return NULL;
+}
+
+static int lacks(const struct change_of *c, enum kvfs_need need, uint64_t inode) {
+    c->n->inodes[0] = inode;
+    c->n->inode_count = 1;
+    return need;
+}
+
+/* Who has the name; NULL: nobody, or it is lacked. 0 or a need. */
+static int look_up(const struct change_of *c, uint32_t which, const struct kvfs_inode_record **out) {
+    struct kvfs_naming *n = c->n;
+    struct kvfs_plane *plane = c->plane;
+    uint64_t parent = which ? n->new_parent : n->parent, inode = 0;
+    const char *name = which ? n->new_name : n->name;
+    uint32_t size = which ? n->new_name_size : n->name_size;
+    *out = NULL;
+    if (!kvfs_names_find(plane->names, parent, name, size, &inode) && !(n->known & KVFS_KNOWN_FREE << which)) {
+        struct kvfs_record there;
+        int r = kvfs_table_find_name(plane->table, parent, name, size, &there);
+        if (r == 0)
+            inode = there.inode;
+        else if (r == -EAGAIN || names_left(plane->names) & KVFS_LEAVE_HIDING) { /* the table has not all names */
+            n->which = which;
+            return KVFS_NEED_NAME;
+        }
+    }
+    if (inode && inode != n->hidden[which])
+        *out = record_of(c, inode);
+    return 0;
+}
+
+/* 0: it is one, and things can be made in it. */
+static int directory_check(const struct kvfs_inode_record *record) {
+    return !record ? -ENOENT : record->kind != KVFS_KIND_DIRECTORY ? -ENOTDIR : record->flags & KVFS_INODE_NAMELESS ? -ENOENT : 0;
+}
+
+/* Looks at the inode and all above it. 0: none is pinned; 1: one is; or a need. *loop: `below` is among them; NULL: that is of no interest. */
+static int look_above(const struct change_of *c, uint64_t inode, uint64_t below, bool *loop) {
+    uint64_t first = inode;
+    bool pinned = false;
+    for (uint32_t depth = 0; depth < DEPTH_MAX; depth++) {
+        const struct kvfs_inode_record *record = names_record(c->plane->names, inode);
+        if (!record && !names_has(c->plane->names, inode) && !is_gone(c->n, inode))
+            return lacks(c, KVFS_NEED_ABOVE, first);
+        if (loop && inode == below)
+            *loop = true;
+        if (!record)
+            return pinned;
+        pinned |= (record->flags & KVFS_INODE_PINNED) != 0;
+        if (record->parent == inode)
+            return pinned;
+        inode = record->parent;
+    }
+    return pinned;
+}
+
+/* 0: its pins are no thread's business, or Python has all in memory that it needs to count them; or a need. */
+static int pins_look(const struct change_of *c, uint64_t inode) {
+    if (!(names_left(c->plane->names) & KVFS_LEAVE_PINS))
+        return 0;
+    int r = look_above(c, inode, 0, NULL);
+    return r > 1 ? r : r == 1 && !c->counts ? KVFS_NEED_CALLER : 0;
+}
+
+/* What a thread of C may have made since Python looked is in memory. */
+static int is_empty(const struct change_of *c, uint64_t directory) {
+    if (!c->counts)
+        return KVFS_NEED_CALLER;
+    if (c->n->full == directory)
+        return -ENOTEMPTY;
+    if (c->n->empty != directory)
+        return lacks(c, KVFS_NEED_EMPTY, directory);
+    return names_has_new(c->plane->names, directory) ? -ENOTEMPTY : 0;
+}
+
+/* The block (0) or directory (1) of this name at other nodes, or -ENOENT. */
+static int theirs_find(const struct change_of *c, struct kvfs_record *out) {
+    int r = -ENOENT;
+    for (uint32_t i = 0; i < MAP_TRIES && c->plane->pod; i++) {
+        r = foreign_find(c->plane->pod, &c->plane->array.geometry, c->n->parent, c->n->name, c->n->name_size, out);
+        if (r != -EAGAIN)
+            break;
+    }
+    return r == -EAGAIN ? -ENOENT : r;
+}
+
+/* ---- removing ---- */
+
+static int keep_copy(const struct change_of *c, const struct kvfs_inode_record *record, struct kvfs_inode_record **out) {
+    if (!c->counts)
+        return 0;
+    return (*out = record_again(record)) ? 0 : -ENOMEM;
+}
+
+/* The inode loses its name, or without one goes for good unless it is open. -ENOMEM: nothing has changed. */
+static int drop(const struct change_of *c, const struct kvfs_inode_record *record, int64_t now) {
+    struct kvfs_plane *plane = c->plane;
+    uint64_t inode = record->inode;
+    bool directory = record->kind == KVFS_KIND_DIRECTORY, nameless = record->flags & KVFS_INODE_NAMELESS;
+    struct kvfs_inode_record *copy = record_again(record);
+    if (!copy || names_removable(plane->names, inode) < 0 || keep_copy(c, record, &c->n->removed) < 0) {
+        free(copy);
+        return -ENOMEM;
+    }
+    int kept = kvfs_inode_remove(plane, inode);
+    assert(kept >= 0 || kept == -ENOENT); /* a rebuild has not got to it, or it is a directory that was removed before */
+    if (kept < 0)
+        kept = 0;
+    if (directory && !nameless && c->n->known & KVFS_KNOWN_OPEN)
+        kept = KVFS_KEPT_OPEN;
+    c->n->kept = (uint32_t)kept;
+    if (nameless && c->n->flags & KVFS_NAMING_OPEN)
+        c->n->kept = (uint32_t)(kept = 0);
+    if (kept && nameless) { /* opened again meanwhile */
+        free(copy);
+        free(c->n->removed);
+        c->n->removed = NULL;
+        return 0;
+    }
+    int r = name_drop(plane, copy, kept, now);
+    assert(r == 0);
+    return 0;
+}
+
+static int remove_file(const struct change_of *c) {
+    struct kvfs_naming *n = c->n;
+    const struct kvfs_inode_record *record;
+    record_of(c, n->parent);
+    int r = look_up(c, 0, &record);
+    if (r || n->inode_count)
+        return r ? r : KVFS_NEED_INODES;
+    if (!record) {
+        r = c->plane->pod ? foreign_drop(c->plane, n->parent, n->name, n->name_size) : -ENOENT;
+        return r == 1 ? -EISDIR : r;
+    }
+    if (record->kind == KVFS_KIND_DIRECTORY)
+        return -EISDIR;
+    if (n->kind == KVFS_NAMING_DELETE && record->kind != KVFS_KIND_FILE)
+        return -EINVAL;
+    int64_t now = time_now();
+    if ((r = pins_look(c, record->inode)) || (r = drop(c, record, now)) < 0)
+        return r;
+    name_touch(c->plane, n->parent, now);
+    return 0;
+}
+
+/* Other nodes have the directory too. They are told that this one has it no more; it is theirs, as a look-up makes it. 1; 0: nobody else has it, as the
+ * news of this moment say. */
+static int disown(const struct change_of *c, const struct kvfs_inode_record *record, int64_t now) {
+    struct kvfs_plane *plane = c->plane;
+    const char *name = c->n->name;
+    uint32_t size = c->n->name_size;
+    uint64_t inode = record->inode;
+    struct kvfs_record theirs, again;
+    struct kvfs_inode_record head = *record, *borrowed;
+    head.record_size = (uint32_t)sizeof(head); /* no attributes */
+    head.name_size = 0;
+    if (!(borrowed = record_named(&head, record->parent, name, size)) || names_prepare_move(plane->names, borrowed) < 0) {
+        free(borrowed);
+        return -ENOMEM;
+    }
+    if (kvfs_inode_remove(plane, inode) < 0 || kvfs_foreign_rights(plane, record->parent, name, size, &theirs) < 0 || theirs.inode != inode) {
+        names_unprepare_move(plane->names, borrowed);
+        free(borrowed);
+        return 0;
+    }
+    borrowed->flags = KVFS_INODE_BORROWED;
+    borrowed->version = theirs.version;
+    borrowed->mode = theirs.mode;
+    borrowed->uid = theirs.uid;
+    borrowed->gid = theirs.gid;
+    borrowed->nlink = 2;
+    borrowed->mtime_ns = borrowed->ctime_ns = borrowed->atime_ns = now;
+    if (kvfs_name_put(plane, borrowed, 0) < 0) {
+        names_unprepare_move(plane->names, borrowed);
+        free(borrowed);
+        return 0;
+    }
+    uint64_t parent = record->parent, version = borrowed->version;
+    int r = names_take(plane->names, borrowed);
+    assert(r == 0);
+    name_touch(plane, parent, now);
+    /* News of a moment ago found nothing here. */
+    if (kvfs_foreign_rights(plane, parent, name, size, &again) == 0 && again.version > version)
+        event_add(plane, KVFS_EVENT_OVERTAKEN, inode, again.version);
+    return 1;
+}
+
+static int remove_directory(const struct change_of *c) {
+    struct kvfs_naming *n = c->n;
+    const struct kvfs_inode_record *record;
+    struct kvfs_record theirs;
+    record_of(c, n->parent);
+    int r = look_up(c, 0, &record);
+    if (r || n->inode_count)
+        return r ? r : KVFS_NEED_INODES;
+    bool shared = theirs_find(c, &theirs) == 1;
+    if (!record)
+        return shared && !(n->known & KVFS_KNOWN_THEIRS) ? KVFS_NEED_THEIRS : -ENOENT;
+    if (record->kind != KVFS_KIND_DIRECTORY)
+        return -ENOTDIR;
+    if ((r = is_empty(c, record->inode)))
+        return r;
+    if (shared && record->flags & KVFS_INODE_BORROWED)
+        return -ENOTEMPTY; /* the last node that has something there may remove it */
+    int64_t now = time_now();
+    if (shared && (r = disown(c, record, now)))
+        return r == 1 ? -ENOTEMPTY : r;
+    if ((r = drop(c, record, now)) < 0) {
+        if (shared) /* disown() has taken it from the table, where a name that was there a moment ago has room */
+            kvfs_name_put(c->plane, record, 0);
+        return r;
+    }
+    name_links(c->plane, n->parent, now, -1);
+    return 0;
+}
+
+/* An end that no request asks for: of a block that is bad or overtaken, or of an inode without a name. */
+static int remove_inode(const struct change_of *c) {
+    struct kvfs_naming *n = c->n;
+    const struct kvfs_inode_record *record = record_of(c, n->inode);
+    if (n->inode_count)
+        return KVFS_NEED_INODES;
+    if (!record)
+        return 0;
+    bool nameless = record->flags & KVFS_INODE_NAMELESS;
+    if (nameless != (n->kind == KVFS_NAMING_END))
+        return 0;
+    int r = pins_look(c, n->inode);
+    if (!r && !nameless && record->kind == KVFS_KIND_DIRECTORY)
+        r = is_empty(c, n->inode);
+    return r ? r : drop(c, record, time_now());
+}
+
+/* ---- renaming ---- */
+
+/* Something is made in a directory that was only looked up here: the other nodes are told that it is here, too, and all above it. So it stays if the
+ * rename fails. */
+static int own(const struct change_of *c, uint64_t inode) {
+    struct kvfs_plane *plane = c->plane;
+    int r = look_above(c, inode, 0, NULL);
+    if (r > 1)
+        return r;
+    for (;;) {
+        /* The uppermost first. */
+        const struct kvfs_inode_record *found = NULL, *record = names_record(plane->names, inode);
+        for (uint32_t depth = 0; record && record->flags & KVFS_INODE_BORROWED && depth < DEPTH_MAX; depth++) {
+            found = record;
+            record = names_record(plane->names, record->parent);
+        }
+        if (!found)
+            return 0;
+        struct kvfs_inode_record *owned = record_again(found);
+        if (!owned || names_prepare_move(plane->names, owned) < 0) {
+            free(owned);
+            return -ENOMEM;
+        }
+        owned->flags &= (uint8_t)~KVFS_INODE_BORROWED;
+        if ((r = kvfs_name_put(plane, owned, 0)) < 0) {
+            names_unprepare_move(plane->names, owned);
+            free(owned);
+            return r;
+        }
+        r = names_take(plane->names, owned);
+        assert(r == 0);
+    }
+}
+
+/* All has been looked at. -errno: nothing has changed. */
+static int move(const struct change_of *c, const struct kvfs_inode_record *record, const struct kvfs_inode_record *target) {
+    struct kvfs_plane *plane = c->plane;
+    struct kvfs_naming *n = c->n;
+    const int64_t now = time_now();
+    const bool sealed = record->flags & KVFS_INODE_SEALED, directory = record->kind == KVFS_KIND_DIRECTORY;
+    const int replaced = target && target->kind == KVFS_KIND_DIRECTORY;
+    const uint64_t inode = record->inode, target_inode = target ? target->inode : 0;
+    struct kvfs_inode_record *renamed = record_named(record, n->new_parent, n->new_name, n->new_name_size);
+    struct kvfs_inode_record *gone = target ? record_again(target) : NULL;
+    int r =
+        renamed && (gone || !target) && keep_copy(c, record, &n->before) == 0 && (!target || keep_copy(c, target, &n->removed) == 0) ? 0 : -ENOMEM;
+    if (r == 0) {
+        renamed->ctime_ns = now;
+        renamed->version = sealed || directory ? kvfs_names_next_version(plane->names) : renamed->version;
+        r = keep_copy(c, renamed, &n->after);
+    }
+    if (r == 0)
+        r = names_prepare_move(plane->names, renamed);
+    if (r == 0 && target && !replaced && !c->counts)
+        event_add(plane, KVFS_EVENT_LINGERS, target_inode, 0); /* before its last handle's close may tell that it goes */
+    if (r == 0) {
+        r = kvfs_name_put(plane, renamed, target_inode);
+        if (r < 0)
+            names_unprepare_move(plane->names, renamed);
+    }
+    if (r < 0) {
+        free(renamed);
+        free(gone);
+        return r;
+    }
+    int kept = r;
+    n->lingers = kept != 0;
+    if (target)
+        names_push(plane->names, inode, target_inode);
+    uint32_t segment = renamed->segment;
+    r = names_take(plane->names, renamed);
+    assert(r == 0);
+    if (gone) {
+        if (replaced && n->known & KVFS_KNOWN_OPEN)
+            kept = KVFS_KEPT_OPEN;
+        n->kept = (uint32_t)kept;
+        r = name_drop(plane, gone, kept, now);
+        assert(r == 0);
+    }
+    if (sealed)
+        place_note(plane->names, segment, KVFS_NOTE_RENAMED);
+    const bool moved = n->parent != n->new_parent;
+    name_links(plane, n->parent, now, moved ? -(int)directory : -replaced);
+    if (moved)
+        name_links(plane, n->new_parent, now, (int)directory - replaced);
+    return 0;
+}
+
+/* What a rename of these two needs. 1: nothing is to do; 0; -errno or a need, above 1. */
+static int move_check(const struct change_of *c, const struct kvfs_inode_record *record, const struct kvfs_inode_record *target) {
+    struct kvfs_naming *n = c->n;
+    const struct kvfs_inode_record *to = names_record(c->plane->names, n->new_parent);
+    struct kvfs_record theirs;
+    const bool directory = record && record->kind == KVFS_KIND_DIRECTORY;
+    int r;
+    if (!record)
+        return theirs_find(c, &theirs) >= 0 ? -EXDEV : -ENOENT; /* mv(1) copies then */
+    if (directory && c->plane->pod)
+        return -EXDEV;
+    if ((r = directory_check(to)) < 0)
+        return r;
+    if (target && n->flags & NOREPLACE)
+        return -EEXIST;
+    if (target == record)
+        return 1;
+    if (target && !directory && target->kind == KVFS_KIND_DIRECTORY)
+        return -EISDIR;
+    if (target && directory && target->kind != KVFS_KIND_DIRECTORY)
+        return -ENOTDIR;
+    if (!c->counts && (directory || to->flags & KVFS_INODE_BORROWED))
+        return KVFS_NEED_CALLER;
+    bool loop = false;
+    if (directory && n->parent != n->new_parent && (r = look_above(c, n->new_parent, record->inode, &loop)) > 1)
+        return r;
+    if (loop)
+        return -EINVAL;
+    return target && directory ? is_empty(c, target->inode) : 0;
+}
+
+static int rename_inode(const struct change_of *c) {
+    struct kvfs_plane *plane = c->plane;
+    struct kvfs_naming *n = c->n;
+    const struct kvfs_inode_record *record, *target;
+    if (n->flags & ~NOREPLACE)
+        return -EINVAL;
+    if (n->new_name_size > KVFS_NAME_MAX)
+        return -ENAMETOOLONG;
+    record_of(c, n->parent);
+    record_of(c, n->new_parent);
+    int r = look_up(c, 0, &record);
+    if (!r)
+        r = look_up(c, 1, &target);
+    if (r || n->inode_count)
+        return r ? r : KVFS_NEED_INODES;
+    r = move_check(c, record, target);
+    if (r)
+        return r == 1 ? 0 : r;
+    n->untold = names_is_untold(plane->names, n->new_parent, n->new_name, n->new_name_size);
+    if (n->untold && !c->counts)
+        return KVFS_NEED_CALLER;
+    if ((n->parent != n->new_parent && ((r = pins_look(c, record->inode)) || (r = pins_look(c, n->new_parent)))) ||
+        (target && (r = pins_look(c, target->inode))))
+        return r;
+    if (names_record(plane->names, n->new_parent)->flags & KVFS_INODE_BORROWED && (r = own(c, n->new_parent)))
+        return r;
+    return move(c, record, target);
+}
+
+/* ---- the interface ---- */
+
+static int change(struct kvfs_plane *plane, struct kvfs_naming *n, bool counts) {
+    const struct change_of c = {plane, n, counts};
+    n->inode_count = 0;
+    switch (n->kind) {
+    case KVFS_NAMING_UNLINK:
+    case KVFS_NAMING_DELETE: return remove_file(&c);
+    case KVFS_NAMING_RMDIR: return remove_directory(&c);
+    case KVFS_NAMING_RENAME: return rename_inode(&c);
+    default: return remove_inode(&c);
+    }
+}
+
+static void copies_free(struct kvfs_naming *n) {
+    free(n->removed);
+    free(n->before);
+    free(n->after);
+    n->removed = n->before = n->after = NULL;
+}
+
+int kvfs_naming(struct kvfs_plane *plane, struct kvfs_naming *n) {
+    kvfs_names_begin(plane->names);
+    if (!n->begun)
+        names_hold(plane->names);
+    n->begun = 1;
+    int r = change(plane, n, true);
+    if (r)
+        copies_free(n);
+    kvfs_names_end(plane->names);
+    return r;
+}
+
+void kvfs_naming_end(struct kvfs_plane *plane, struct kvfs_naming *n) {
+    copies_free(n);
+    if (!n->begun)
+        return;
+    kvfs_names_begin(plane->names);
+    names_let_go(plane->names);
+    kvfs_names_end(plane->names);
+    n->begun = 0;
+}
+
+/* By a thread of C, in a step. 0, -errno, or -EAGAIN: Python's. */
+static int change_here(struct kvfs_plane *plane, struct kvfs_naming *n) {
+    int r = change(plane, n, false);
+    return r > 0 ? -EAGAIN : r;
+}
+
+int name_remove(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t size) {
+    struct kvfs_naming n = {.kind = KVFS_NAMING_DELETE, .parent = parent, .name = name, .name_size = size};
+    return change_here(plane, &n);
+}
+
+int name_unlink(struct kvfs_plane *plane, uint64_t parent, const char *name) {
+    struct kvfs_naming n = {.kind = KVFS_NAMING_UNLINK, .parent = parent, .name = name, .name_size = (uint32_t)strlen(name)};
+    if (!names_step_begin(plane, KVFS_LEAVE_CLOSED | KVFS_LEAVE_HIDING | KVFS_LEAVE_FULL))
+        return -EAGAIN;
+    int r = change_here(plane, &n);
+    kvfs_names_end(plane->names);
+    if (r == 0)
+        places_wake(plane);
+    return r;
+}
+
+int name_rename(struct kvfs_plane *plane, uint64_t parent, const char *name, uint64_t new_parent, const char *new_name, uint32_t flags) {
+    struct kvfs_naming n = {.kind = KVFS_NAMING_RENAME,
+                            .parent = parent,
+                            .name = name,
+                            .name_size = (uint32_t)strlen(name),
+                            .new_parent = new_parent,
+                            .new_name = new_name,
+                            .new_name_size = (uint32_t)strlen(new_name),
+                            .flags = flags};
+    if (!names_step_begin(plane, KVFS_LEAVE_CLOSED | KVFS_LEAVE_HIDING | KVFS_LEAVE_FULL))
+        return -EAGAIN;
+    int r = change_here(plane, &n);
+    kvfs_names_end(plane->names);
+    if (r == 0)
+        places_wake(plane);
+    return r;
+}
+
+/* 1: removed; 0: it is not in the directory any more; -EAGAIN: Python's. */
+static int child_remove(struct kvfs_plane *plane, uint64_t parent, uint64_t inode, struct kvfs_removed *out) {
+    const struct kvfs_inode_record *record = names_record(plane->names, inode);
+    if (!record)
+        return names_has(plane->names, inode) ? 0 : -EAGAIN;
+    if (!record_is_named(record) || record->parent != parent)
+        return 0;
+    char name[KVFS_NAME_MAX]; /* the record goes with it */
+    struct kvfs_naming n = {.kind = KVFS_NAMING_UNLINK, .parent = parent, .name = name, .name_size = record->name_size};
+    assert(n.name_size <= sizeof(name));
+    memcpy(name, record_name(record), n.name_size);
+    uint64_t bytes = record->flags & KVFS_INODE_SEALED ? record->size : 0;
+    int r = change_here(plane, &n);
+    if (r < 0)
+        return r == -ENOENT ? 0 : -EAGAIN;
+    untold_add(plane->names, parent, name, n.name_size);
+    out->files++;
+    out->bytes += bytes;
+    out->open += n.kept > 0;
+    return 1;
+}
+
+void kvfs_files_remove(struct kvfs_plane *plane, uint64_t directory, const uint64_t *inodes, uint32_t count, uint8_t *left,
+                       struct kvfs_removed *removed) {
+    memset(removed, 0, sizeof(*removed));
+    kvfs_names_begin(plane->names);
+    bool leave = names_left(plane->names) & (KVFS_LEAVE_CLOSED | KVFS_LEAVE_HIDING);
+    for (uint32_t i = 0; i < count; i++)
+        left[i] = leave || child_remove(plane, directory, inodes[i], removed) < 0;
+    kvfs_names_end(plane->names);
+}

@@ -1,0 +1,399 @@
+/* sources: base block names io content pod fuse virtiofs plane.c */
+/* Removals and renames: what they lack is said and brought, as Python does it, with nothing in memory. And where memory ends nothing has changed. */
+#include "kernel_harness.h"
+
+#include "kvfs_naming.h"
+
+#define SEGMENT 2u
+#define END_PAGE 4096u
+#define ALL 40u
+#define TOP 60u
+
+static struct kvfs_names *names;
+static struct kvfs_place *places;
+static int allocations_left = -1; /* then memory ends; -1: it does not */
+static __thread bool may_fail;
+
+void *__real_malloc(size_t size);
+void *__real_calloc(size_t count, size_t size);
+void *__real_realloc(void *old, size_t size);
+void *__wrap_malloc(size_t size);
+void *__wrap_calloc(size_t count, size_t size);
+void *__wrap_realloc(void *old, size_t size);
+static bool memory_out(void) { return may_fail && allocations_left >= 0 && (allocations_left ? allocations_left--, false : true); }
+void *__wrap_malloc(size_t size) { return memory_out() ? NULL : __real_malloc(size); }
+void *__wrap_calloc(size_t count, size_t size) { return memory_out() ? NULL : __real_calloc(count, size); }
+void *__wrap_realloc(void *old, size_t size) { return memory_out() ? NULL : __real_realloc(old, size); }
+
+/* The index: records by inode, as the last commit has them. */
+static uint8_t stored[ALL][512];
+static bool reads_alone; /* no thread has a step while it is read */
+
+static struct kvfs_inode_record stored_head(uint32_t at) {
+    struct kvfs_inode_record head;
+    memcpy(&head, stored[at], sizeof(head));
+    return head;
+}
+
+static int stored_at(uint64_t inode) {
+    for (int i = 0; i < (int)ALL; i++)
+        if (inode && stored_head((uint32_t)i).inode == inode)
+            return i;
+    return -1;
+}
+
+static int stored_name(uint64_t parent, const char *name, uint32_t size) {
+    for (int i = 0; i < (int)ALL; i++) {
+        struct kvfs_inode_record head = stored_head((uint32_t)i);
+        if (head.inode && head.parent == parent && head.name_size == size && memcmp(stored[i] + sizeof(head), name, size) == 0)
+            return i;
+    }
+    return -1;
+}
+
+static void commit(bool forget) {
+    uint64_t size;
+    const uint8_t *at = kvfs_names_commit_begin(names, &size), *end = at + size;
+    CHECK(at);
+    for (struct kvfs_change change; at < end; at += sizeof(change) + change.record_size) {
+        memcpy(&change, at, sizeof(change));
+        int i = stored_at(change.inode);
+        if (i >= 0)
+            memset(stored[i], 0, sizeof(stored[i]));
+        for (i = 0; change.record_size && stored_head((uint32_t)i).inode; i++)
+            CHECK(i + 1 < (int)ALL);
+        CHECK(change.record_size <= sizeof(stored[0]));
+        if (change.record_size)
+            memcpy(stored[i], at + sizeof(change), change.record_size);
+    }
+    kvfs_names_commit_end(names, 1);
+    if (forget)
+        kvfs_names_forget(names);
+}
+
+static void *lock_try(void *argument) {
+    (void)argument;
+    reads_alone = names_try(names);
+    if (reads_alone)
+        kvfs_names_end(names);
+    return NULL;
+}
+
+static void load(uint64_t inode) {
+    int i = stored_at(inode);
+    if (i >= 0)
+        CHECK(kvfs_names_load(names, stored[i], stored_head((uint32_t)i).record_size) == 0);
+}
+
+/* As kvfs/store/bringing.py. */
+static void bring(struct kvfs_naming *n, int need) {
+    const uint64_t inode = n->inodes[0];
+    bool empty = true;
+    uint64_t gone[1];
+    switch (need) {
+    case KVFS_NEED_INODES:
+        for (uint32_t i = 0; i < n->inode_count; i++) {
+            load(n->inodes[i]);
+            if (kvfs_names_absent(names, &n->inodes[i], 1, gone))
+                n->gone[n->gone_count++] = n->inodes[i];
+        }
+        return;
+    case KVFS_NEED_NAME: {
+        const char *name = n->which ? n->new_name : n->name;
+        uint32_t size = n->which ? n->new_name_size : n->name_size;
+        uint64_t parent = n->which ? n->new_parent : n->parent, found;
+        int i = stored_name(parent, name, size);
+        if (i >= 0)
+            load(stored_head((uint32_t)i).inode);
+        if (!kvfs_names_find(names, parent, name, size, &found))
+            n->known |= KVFS_KNOWN_FREE << n->which;
+        return;
+    }
+    case KVFS_NEED_ABOVE:
+        for (uint64_t at = inode; at != 1;) {
+            uint8_t out[512];
+            struct kvfs_inode_record head;
+            load(at);
+            CHECK(kvfs_names_get(names, at, out, sizeof(out)) > 0);
+            memcpy(&head, out, sizeof(head));
+            at = head.parent;
+        }
+        load(1);
+        return;
+    case KVFS_NEED_EMPTY:
+        for (uint32_t i = 0; i < ALL; i++) {
+            struct kvfs_inode_record head = stored_head(i);
+            uint64_t found;
+            if (head.inode && head.inode != 1 && head.parent == inode)
+                empty &= kvfs_names_find(names, inode, (char *)stored[i] + sizeof(head), head.name_size, &found) && !found;
+        }
+        *(empty ? &n->empty : &n->full) = inode;
+        return;
+    default: CHECK(!"a need that nothing here has");
+    }
+}
+
+static int change_with(struct kvfs_naming n, bool fails, uint32_t *rounds) {
+    n.name_size = n.name ? (uint32_t)strlen(n.name) : 0;
+    n.new_name_size = n.new_name ? (uint32_t)strlen(n.new_name) : 0;
+    int r = KVFS_NEED_INODES;
+    for (*rounds = 0; r > 0 && *rounds < KVFS_NAMING_TRIES; ++*rounds) {
+        may_fail = fails;
+        r = kvfs_naming(plane, &n);
+        may_fail = false;
+        CHECK(r == 0 || (!n.removed && !n.before && !n.after));
+        if (r > 0) {
+            pthread_t other;
+            CHECK(pthread_create(&other, NULL, lock_try, NULL) == 0 && pthread_join(other, NULL) == 0);
+            CHECK(reads_alone);
+            bring(&n, r);
+        }
+    }
+    kvfs_naming_end(plane, &n);
+    return r;
+}
+
+static int change(struct kvfs_naming n) {
+    uint32_t rounds;
+    return change_with(n, false, &rounds);
+}
+
+static struct kvfs_naming renames(uint64_t parent, const char *name, uint64_t new_parent, const char *new_name) {
+    return (struct kvfs_naming){.kind = KVFS_NAMING_RENAME, .parent = parent, .name = name, .new_parent = new_parent, .new_name = new_name};
+}
+static struct kvfs_naming unlinks(uint64_t parent, const char *name) {
+    return (struct kvfs_naming){.kind = KVFS_NAMING_UNLINK, .parent = parent, .name = name};
+}
+static struct kvfs_naming rmdirs(uint64_t parent, const char *name) {
+    return (struct kvfs_naming){.kind = KVFS_NAMING_RMDIR, .parent = parent, .name = name};
+}
+
+/* A sealed block of two pages; without `sealed` a file that nothing was written of. */
+static void file_put(uint64_t inode, uint64_t parent, const char *name, bool sealed) {
+    struct {
+        struct kvfs_inode_record record;
+        char name[16];
+    } block = {.record = {.inode = inode, .parent = parent, .kind = KVFS_KIND_FILE, .mode = 0100644, .nlink = 1}};
+    block.record.flags = sealed ? KVFS_INODE_SEALED : 0;
+    block.record.size = sealed ? 4096 : 0;
+    block.record.segment = sealed ? SEGMENT : 0;
+    block.record.header_pages = sealed;
+    block.record.name_size = (uint16_t)sprintf(block.name, "%s", name);
+    block.record.record_size = (uint32_t)(sizeof(block.record) + round_up(block.record.name_size, 8));
+    kvfs_names_begin(names);
+    block.record.version = kvfs_names_next_version(names);
+    CHECK(kvfs_name_put(plane, &block, 0) == 0 && kvfs_names_put(names, &block, 0) == 0);
+    if (sealed)
+        place_account(names, &block.record, 1);
+    kvfs_names_end(names);
+}
+
+/* Where a name leads, in names and block table alike; 0: nowhere. */
+static uint64_t leads(uint64_t parent, const char *name) {
+    uint64_t inode = 0;
+    struct kvfs_record there;
+    uint32_t size = (uint32_t)strlen(name);
+    int r = kvfs_table_find_name(plane->table, parent, name, size, &there);
+    CHECK(r == 0 || r == -ENOENT);
+    if (kvfs_names_find(names, parent, name, size, &inode))
+        CHECK(inode == (r == 0 ? there.inode : 0));
+    return r == 0 ? there.inode : 0;
+}
+
+static struct kvfs_inode_record head_of(uint64_t inode) {
+    uint8_t out[512];
+    struct kvfs_inode_record head = {0};
+    load(inode);
+    if (kvfs_names_get(names, inode, out, sizeof(out)) > 0)
+        memcpy(&head, out, sizeof(head));
+    return head;
+}
+
+static void begin_tree(void) {
+    directory_put(1, 1, "");
+    directory_put(TOP, 1, "top");
+    directory_put(61, TOP, "a");
+    directory_put(62, TOP, "b");
+    directory_put(63, 61, "deep");
+    directory_put(64, 62, "empty");
+    for (uint32_t i = 0; i < 4; i++) {
+        char name[8];
+        sprintf(name, "%u", i);
+        file_put(70 + i, 63, name, true);
+        file_put(80 + i, 62, name, true);
+    }
+}
+
+static void end_tree(void) {
+    for (uint64_t inode = TOP; inode < 90; inode++) {
+        load(inode);
+        if (kvfs_names_get(names, inode, NULL, 0) > 0) {
+            kvfs_inode_remove(plane, inode);
+            CHECK(kvfs_names_remove(names, inode) == 0);
+        }
+    }
+    commit(false);
+    places[SEGMENT].live_pages = 0;
+    struct kvfs_event event;
+    while (kvfs_take_events(plane, &event, 1))
+        ;
+}
+
+static void test_what_is_lacked_is_brought(void) {
+    begin_tree();
+    kvfs_names_limit(names, 0, 0);
+    commit(true);
+    uint32_t rounds;
+    CHECK(change_with(renames(63, "0", 62, "0"), false, &rounds) == 0 && rounds == 2);
+    CHECK(leads(62, "0") == 70 && leads(63, "0") == 0 && head_of(70).parent == 62 && head_of(70).version > head_of(71).version);
+    CHECK(head_of(80).flags & KVFS_INODE_NAMELESS && places[SEGMENT].live_pages == 16);
+    commit(true);
+    CHECK(change(unlinks(63, "1")) == 0 && leads(63, "1") == 0 && places[SEGMENT].live_pages == 14);
+    CHECK(change(unlinks(63, "1")) == -ENOENT); /* the index has it still */
+    load(71);
+    CHECK(change(unlinks(63, "1")) == -ENOENT && head_of(71).inode == 0);
+    commit(true);
+    CHECK(change(rmdirs(61, "deep")) == -ENOTEMPTY && change(unlinks(61, "deep")) == -EISDIR && change(rmdirs(62, "1")) == -ENOTDIR);
+    commit(true);
+    CHECK(change(renames(TOP, "a", 63, "loop")) == -EINVAL && change(renames(TOP, "a", 61, "loop")) == -EINVAL);
+    CHECK(change(renames(61, "deep", TOP, "b")) == -ENOTEMPTY && change(renames(62, "1", 62, "empty")) == -EISDIR);
+    CHECK(change(renames(61, "deep", 62, "1")) == -ENOTDIR && change(renames(62, "1", 81, "x")) == -ENOTDIR);
+    CHECK(change(renames(62, "1", 999, "x")) == -ENOENT && change(renames(999, "1", 62, "x")) == -ENOENT);
+    uint32_t links[2] = {head_of(61).nlink, head_of(62).nlink};
+    commit(true);
+    CHECK(change_with(renames(61, "deep", 62, "empty"), false, &rounds) == 0 && rounds <= 4);
+    CHECK(leads(62, "empty") == 63 && leads(61, "deep") == 0 && head_of(64).inode == 0 && head_of(63).parent == 62);
+    CHECK(head_of(61).nlink == links[0] - 1 && head_of(62).nlink == links[1]);
+    commit(true);
+    CHECK(change(rmdirs(TOP, "a")) == 0 && leads(TOP, "a") == 0);
+    kvfs_names_limit(names, 32768, 65536);
+    end_tree();
+    printf("ok what a change lacks is brought\n");
+}
+
+static void test_the_index_knows_where_the_table_does_not(void) {
+    begin_tree();
+    commit(true);
+    kvfs_table_set_complete(plane->table, 0);
+    CHECK(kvfs_inode_hide(plane, 72) == 0); /* a rebuild has not got to it */
+    CHECK(change(renames(63, "2", 62, "free")) == 0 && head_of(72).parent == 62);
+    CHECK(kvfs_inode_hide(plane, 73) == 0);
+    CHECK(change(unlinks(63, "3")) == 0 && head_of(73).inode == 0 && change(unlinks(63, "3")) == -ENOENT);
+    CHECK(change(unlinks(63, "none")) == -ENOENT);
+    kvfs_table_set_complete(plane->table, 1);
+    end_tree();
+    printf("ok the index knows where the block table does not\n");
+}
+
+static void test_threads_of_c_do_files_and_leave_the_rest(void) {
+    begin_tree();
+    struct kvfs_event event;
+    while (kvfs_take_events(plane, &event, 1))
+        ;
+    CHECK(name_rename(plane, 63, "0", 62, "0", 1) == -EEXIST && name_rename(plane, 63, "0", 62, "0", 2) == -EINVAL);
+    CHECK(name_rename(plane, 63, "0", 62, "0", 0) == 0 && leads(62, "0") == 70);
+    bool lingers = false;
+    while (kvfs_take_events(plane, &event, 1))
+        lingers |= event.type == KVFS_EVENT_LINGERS && event.inode == 80;
+    CHECK(lingers && head_of(80).flags & KVFS_INODE_NAMELESS && head_of(80).nlink == 1);
+    CHECK(name_rename(plane, 62, "1", 62, "1", 0) == 0 && name_rename(plane, 62, "1", 62, "empty", 0) == -EISDIR);
+    CHECK(name_rename(plane, 61, "deep", 62, "1", 0) == -ENOTDIR && name_unlink(plane, 62, "empty") == -EISDIR);
+    CHECK(name_rename(plane, 61, "deep", 62, "moved", 0) == -EAGAIN && leads(61, "deep") == 63); /* Python counts directories */
+    kvfs_names_untold(names, 62, "stale", 5);
+    CHECK(name_rename(plane, 62, "1", 62, "stale", 0) == -EAGAIN && leads(62, "1") == 81);
+    kvfs_names_untold(names, 0, "", 0);
+    CHECK(name_unlink(plane, 62, "none") == -ENOENT && name_unlink(plane, 62, "1") == 0);
+    kvfs_names_begin(names);
+    CHECK(name_remove(plane, 62, "empty", 5) == -EISDIR && name_remove(plane, 62, "2", 1) == 0);
+    kvfs_names_end(names);
+    end_tree();
+    printf("ok threads of C do files and leave the rest\n");
+}
+
+/* All that a change can touch, as text. */
+static void look(char *out, size_t size) {
+    size_t at = 0;
+    for (uint64_t inode = 1; inode < 90; inode++) {
+        uint8_t record[512];
+        struct kvfs_record there;
+        int64_t r = kvfs_names_get(names, inode, record, sizeof(record));
+        if (r <= 0)
+            continue;
+        struct kvfs_inode_record head;
+        memcpy(&head, record, sizeof(head));
+        int found = kvfs_table_find_inode(plane->table, inode, &there);
+        char name[256] = {0};
+        memcpy(name, record + sizeof(head), head.name_size);
+        at += (size_t)snprintf(out + at, size - at, "%u in %u, %s, flags %u, nlink %u, in table %d %u;", (unsigned)inode, (unsigned)head.parent, name,
+                               head.flags, head.nlink, found, found ? 0u : there.flags);
+        CHECK(at < size && (head.flags & KVFS_INODE_NAMELESS || inode == 1 || leads(head.parent, name) == inode));
+    }
+    snprintf(out + at, size - at, "live %u", places[SEGMENT].live_pages);
+}
+
+static void test_where_memory_ends_nothing_has_changed(void) {
+    const struct kvfs_naming asked[] = {
+        unlinks(63, "0"),
+        unlinks(62, "unsealed"),
+        renames(63, "0", 62, "new"),
+        renames(63, "0", 62, "0"),
+        renames(62, "unsealed", 63, "0"),
+        renames(63, "0", 62, "unsealed"),
+        renames(61, "deep", 62, "deep"),
+        renames(61, "deep", 62, "empty"),
+        rmdirs(62, "empty"),
+        {.kind = KVFS_NAMING_TAKE, .inode = 80},
+        {.kind = KVFS_NAMING_DELETE, .parent = 62, .name = "1"},
+        renames(62, "3", 65, "into borrowed"),
+    };
+    for (uint32_t i = 0; i < sizeof(asked) / sizeof(asked[0]); i++) {
+        static char before[16384], after[16384];
+        int r = -ENOMEM, turns = 0, done = 0;
+        for (; done != 3; turns++) { /* in turn with names that are in no list, as those of clean records, and with changed ones */
+            begin_tree();
+            file_put(75, 62, "unsealed", false);
+            directory_put(65, 64, "borrowed");
+            struct {
+                struct kvfs_inode_record record;
+                char name[8];
+            } borrowed = {.record = head_of(65), .name = "borrowed"};
+            borrowed.record.flags = KVFS_INODE_BORROWED;
+            if (i + 1 == sizeof(asked) / sizeof(asked[0]))
+                CHECK(kvfs_names_put(names, &borrowed, 1) == 0 && kvfs_inode_update(plane, &borrowed) == 0);
+            else
+                CHECK(kvfs_inode_remove(plane, 65) == 0 && kvfs_names_remove(names, 65) == 0);
+            if (turns % 2)
+                commit(false);
+            look(before, sizeof(before));
+            allocations_left = turns / 2;
+            uint32_t rounds;
+            r = change_with(asked[i], true, &rounds);
+            allocations_left = -1;
+            CHECK(r == 0 || r == -ENOMEM);
+            done |= (r == 0) << turns % 2;
+            look(after, sizeof(after));
+            /* A directory that became this node's own stays so. */
+            CHECK((r == 0) == (strcmp(before, after) != 0) || (leads(62, "3") == 83 && i + 1 == sizeof(asked) / sizeof(asked[0])));
+            end_tree();
+            CHECK(turns < 200);
+        }
+        CHECK(turns > 2);
+    }
+    printf("ok where memory ends nothing has changed\n");
+}
+
+int main(void) {
+    plane_begin();
+    names = kvfs_plane_names(plane);
+    kvfs_names_number(names, UINT64_C(3) << KVFS_COUNTER_BITS, 0);
+    places = kvfs_places_make(names, SEGMENTS, END_PAGE, 1u << 20);
+    CHECK(places);
+    kvfs_place_head(names, SEGMENT, 9);
+    kvfs_names_leave(names, KVFS_LEAVE_CLOSED, 0);
+    test_what_is_lacked_is_brought();
+    test_the_index_knows_where_the_table_does_not();
+    test_threads_of_c_do_files_and_leave_the_rest();
+    test_where_memory_ends_nothing_has_changed();
+    plane_end();
+    return 0;
+}
