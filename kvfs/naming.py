@@ -92,6 +92,11 @@ class Naming:
         if is_open:
             self._told.known |= lib.KVFS_KNOWN_OPEN
 
+    @property
+    def emptied(self) -> InodeNumber:
+        """The directory that is_empty() said is empty; 0: none."""
+        return InodeNumber(self._told.empty)
+
     def theirs_entered(self) -> None:
         self._told.known |= lib.KVFS_KNOWN_THEIRS
 

@@ -96,6 +96,8 @@ class Bringing:
                 done(naming)
                 if hidden:
                     self._index.drop_hidden(hidden)  # its name is another's now
+                if self._index.is_hiding and naming.emptied:
+                    self._index.drop_hidden_below(naming.emptied)
         return result
 
     def _bring(self, naming: Naming, need: Need) -> None:
@@ -114,8 +116,6 @@ class Bringing:
         elif need == Need.EMPTY:
             (number,) = naming.inodes
             empty = index.is_empty(number)
-            if empty and index.is_hiding:
-                index.drop_hidden_below(number)
             naming.is_empty(number, empty, self.directories is not None and self.directories.is_open_directory(number))
         else:
             if self.directories is not None:

@@ -676,7 +676,11 @@ class Store:
             if inode is not None and inode.sealed and self._leaves:
                 clean = False  # its pages are counted anew by whoever inherits it, or does not
             elif inode is not None and inode.sealed:
-                self.blocks.end_nameless(number, even_open=True)
+                try:
+                    self.blocks.end_nameless(number, even_open=True)
+                except KvfsError as error:
+                    log.error("inode %d, which has no name: %s", number, error)
+                    clean = False
         try:
             await self.blocks.commit()
             for _ in range(2):  # the second writes the other copy where the first names what is gone

@@ -57,9 +57,10 @@ static int look_up(const struct change_of *c, uint32_t which, const struct kvfs_
     if (!kvfs_names_find(plane->names, parent, name, size, &inode) && !(n->known & KVFS_KNOWN_FREE << which)) {
         struct kvfs_record there;
         int r = kvfs_table_find_name(plane->table, parent, name, size, &there);
-        if (r == 0)
+        bool certain = r == 0 && there.parent == parent && !(there.flags & KVFS_INODE_ASK);
+        if (certain)
             inode = there.inode;
-        else if (r == -EAGAIN || names_left(plane->names) & KVFS_LEAVE_HIDING) { /* the table has not all names */
+        else if (r != -ENOENT || names_left(plane->names) & KVFS_LEAVE_HIDING) { /* the table has not all names */
             n->which = which;
             return KVFS_NEED_NAME;
         }
@@ -194,7 +195,8 @@ static int disown(const struct change_of *c, const struct kvfs_inode_record *rec
     struct kvfs_record theirs, again;
     struct kvfs_inode_record head = *record, *borrowed;
     head.record_size = (uint32_t)sizeof(head); /* no attributes */
-    head.name_size = 0;
+    head.name_size = head.xattr_size = 0;
+    head.extent_count = 0;
     if (!(borrowed = record_named(&head, record->parent, name, size)) || names_prepare_move(plane->names, borrowed) < 0) {
         free(borrowed);
         return -ENOMEM;
@@ -325,14 +327,14 @@ static int move(const struct change_of *c, const struct kvfs_inode_record *recor
     }
     if (r == 0)
         r = names_prepare_move(plane->names, renamed);
-    if (r == 0 && target && !replaced && !c->counts)
-        event_add(plane, KVFS_EVENT_LINGERS, target_inode, 0); /* before its last handle's close may tell that it goes */
-    if (r == 0) {
+    bool prepared = r == 0;
+    if (r == 0 && target && !replaced && !c->counts && !event_add(plane, KVFS_EVENT_LINGERS, target_inode, 0))
+        r = -ENOMEM; /* before its last handle's close may tell that it goes */
+    if (r == 0)
         r = kvfs_name_put(plane, renamed, target_inode);
-        if (r < 0)
-            names_unprepare_move(plane->names, renamed);
-    }
     if (r < 0) {
+        if (prepared)
+            names_unprepare_move(plane->names, renamed);
         free(renamed);
         free(gone);
         return r;
