@@ -397,7 +397,6 @@ int name_drop(struct kvfs_plane *plane, struct kvfs_inode_record *record, int ke
 void name_let_go(struct kvfs_plane *plane, uint64_t inode);
 /* A directory's entries have changed. Without memory its times stay: nothing depends on them. */
 void name_touch(struct kvfs_plane *plane, uint64_t inode, int64_t now);
-void name_links(struct kvfs_plane *plane, uint64_t inode, int64_t now, int links); /* the same, and so many subdirectories more */
 /* A step, unless Python is in the middle of one, or changes are left to it for one of these reasons (enum kvfs_names_leave). */
 bool names_step_begin(struct kvfs_plane *plane, uint32_t reasons);
 /* A copy with another name, which may be its own. NULL: no memory. */

@@ -66,22 +66,19 @@ struct kvfs_inode_record *record_named(const struct kvfs_inode_record *from, uin
     return to;
 }
 
-void name_links(struct kvfs_plane *plane, uint64_t inode, int64_t now, int links) {
+void name_touch(struct kvfs_plane *plane, uint64_t inode, int64_t now) {
     const struct kvfs_inode_record *directory = directory_here(plane, inode);
-    if (!directory || (!links && now >= directory->mtime_ns && now - directory->mtime_ns < TOUCH_NS))
+    if (!directory || (now >= directory->mtime_ns && now - directory->mtime_ns < TOUCH_NS))
         return;
     struct kvfs_inode_record *changed = record_again(directory);
     if (!changed)
         return;
     changed->mtime_ns = changed->ctime_ns = now;
-    changed->nlink += (uint32_t)links;
     if (names_take(plane->names, changed) == 0)
         kvfs_inode_update(plane, changed);
     else
         free(changed);
 }
-
-void name_touch(struct kvfs_plane *plane, uint64_t inode, int64_t now) { name_links(plane, inode, now, 0); }
 
 static int create(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t mode, uint32_t uid, uint32_t gid, struct kvfs_record *out) {
     const struct kvfs_inode_record *directory = directory_here(plane, parent);

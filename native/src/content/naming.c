@@ -125,6 +125,42 @@ static int theirs_find(const struct change_of *c, struct kvfs_record *out) {
     return r == -EAGAIN ? -ENOENT : r;
 }
 
+/* ---- the directories that change with it ---- */
+
+/* The directory as it will be with so many subdirectories more; NULL: only its times change. -ENOMEM. */
+static int links_prepare(const struct change_of *c, uint64_t inode, int links, struct kvfs_inode_record **out) {
+    const struct kvfs_inode_record *directory = links ? directory_here(c->plane, inode) : NULL;
+    *out = NULL;
+    if (!directory)
+        return 0;
+    struct kvfs_inode_record *changed = record_again(directory);
+    if (!changed || names_removable(c->plane->names, inode) < 0) {
+        free(changed);
+        return -ENOMEM;
+    }
+    changed->nlink += (uint32_t)links;
+    *out = changed;
+    return 0;
+}
+
+static void links_unprepare(const struct change_of *c, struct kvfs_inode_record *changed) {
+    if (changed)
+        names_unremovable(c->plane->names, changed->inode);
+    free(changed);
+}
+
+/* Takes it over. */
+static void links_set(const struct change_of *c, uint64_t inode, struct kvfs_inode_record *changed, int64_t now) {
+    if (!changed) {
+        name_touch(c->plane, inode, now);
+        return;
+    }
+    changed->mtime_ns = changed->ctime_ns = now;
+    int r = names_take(c->plane->names, changed);
+    assert(r == 0);
+    kvfs_inode_update(c->plane, changed);
+}
+
 /* ---- removing ---- */
 
 static int keep_copy(const struct change_of *c, const struct kvfs_inode_record *record, struct kvfs_inode_record **out) {
@@ -139,7 +175,7 @@ static int drop(const struct change_of *c, const struct kvfs_inode_record *recor
     uint64_t inode = record->inode;
     bool directory = record->kind == KVFS_KIND_DIRECTORY, nameless = record->flags & KVFS_INODE_NAMELESS;
     struct kvfs_inode_record *copy = record_again(record);
-    if (!copy || names_removable(plane->names, inode) < 0 || keep_copy(c, record, &c->n->removed) < 0) {
+    if (!copy || keep_copy(c, record, &c->n->removed) < 0 || names_removable(plane->names, inode) < 0) {
         free(copy);
         return -ENOMEM;
     }
@@ -248,12 +284,14 @@ static int remove_directory(const struct change_of *c) {
     int64_t now = time_now();
     if (shared && (r = disown(c, record, now)))
         return r == 1 ? -ENOTEMPTY : r;
-    if ((r = drop(c, record, now)) < 0) {
+    struct kvfs_inode_record *links;
+    if ((r = links_prepare(c, n->parent, -1, &links)) < 0 || (r = drop(c, record, now)) < 0) {
+        links_unprepare(c, links);
         if (shared) /* disown() has taken it from the table, where a name that was there a moment ago has room */
             kvfs_name_put(c->plane, record, 0);
         return r;
     }
-    name_links(c->plane, n->parent, now, -1);
+    links_set(c, n->parent, links, now);
     return 0;
 }
 
@@ -308,57 +346,82 @@ static int own(const struct change_of *c, uint64_t inode) {
     }
 }
 
+/* What a rename takes before it changes anything. */
+struct moving {
+    struct kvfs_inode_record *renamed;   /* as it will be */
+    struct kvfs_inode_record *gone;      /* a copy of what loses its name, or NULL */
+    struct kvfs_inode_record *older;     /* for names_push() */
+    struct kvfs_inode_record *from, *to; /* the directories: links_prepare() */
+    bool prepared;
+};
+
+static void move_unprepare(const struct change_of *c, struct moving *m) {
+    links_unprepare(c, m->to);
+    links_unprepare(c, m->from);
+    if (m->prepared)
+        names_unprepare_move(c->plane->names, m->renamed);
+    free(m->older);
+    free(m->gone);
+    free(m->renamed);
+}
+
+/* -ENOMEM: the rest is to be given back. */
+static int move_prepare(const struct change_of *c, const struct kvfs_inode_record *record, const struct kvfs_inode_record *target, int64_t now,
+                        struct moving *m) {
+    struct kvfs_names *names = c->plane->names;
+    struct kvfs_naming *n = c->n;
+    const bool directory = record->kind == KVFS_KIND_DIRECTORY, moved = n->parent != n->new_parent;
+    const int replaced = target && target->kind == KVFS_KIND_DIRECTORY;
+    if (!(m->renamed = record_named(record, n->new_parent, n->new_name, n->new_name_size)) || (target && !(m->gone = record_again(target))))
+        return -ENOMEM;
+    m->renamed->ctime_ns = now;
+    if (record->flags & KVFS_INODE_SEALED || directory)
+        m->renamed->version = kvfs_names_next_version(names);
+    if (keep_copy(c, record, &n->before) < 0 || keep_copy(c, m->renamed, &n->after) < 0 || (target && keep_copy(c, target, &n->removed) < 0) ||
+        (target && names_older(names, record->inode, target->inode, &m->older) < 0) || names_prepare_move(names, m->renamed) < 0)
+        return -ENOMEM;
+    m->prepared = true;
+    if (links_prepare(c, n->parent, moved ? -(int)directory : -replaced, &m->from) < 0 ||
+        (moved && links_prepare(c, n->new_parent, (int)directory - replaced, &m->to) < 0))
+        return -ENOMEM;
+    /* Before its last handle's close may tell that it goes. */
+    const bool told = !target || replaced || c->counts || event_add(c->plane, KVFS_EVENT_LINGERS, target->inode, 0);
+    return told ? 0 : -ENOMEM;
+}
+
 /* All has been looked at. -errno: nothing has changed. */
 static int move(const struct change_of *c, const struct kvfs_inode_record *record, const struct kvfs_inode_record *target) {
     struct kvfs_plane *plane = c->plane;
     struct kvfs_naming *n = c->n;
     const int64_t now = time_now();
-    const bool sealed = record->flags & KVFS_INODE_SEALED, directory = record->kind == KVFS_KIND_DIRECTORY;
-    const int replaced = target && target->kind == KVFS_KIND_DIRECTORY;
-    const uint64_t inode = record->inode, target_inode = target ? target->inode : 0;
-    struct kvfs_inode_record *renamed = record_named(record, n->new_parent, n->new_name, n->new_name_size);
-    struct kvfs_inode_record *gone = target ? record_again(target) : NULL;
-    int r =
-        renamed && (gone || !target) && keep_copy(c, record, &n->before) == 0 && (!target || keep_copy(c, target, &n->removed) == 0) ? 0 : -ENOMEM;
-    if (r == 0) {
-        renamed->ctime_ns = now;
-        renamed->version = sealed || directory ? kvfs_names_next_version(plane->names) : renamed->version;
-        r = keep_copy(c, renamed, &n->after);
-    }
+    const bool sealed = record->flags & KVFS_INODE_SEALED;
+    struct moving m = {0};
+    int r = move_prepare(c, record, target, now, &m);
     if (r == 0)
-        r = names_prepare_move(plane->names, renamed);
-    bool prepared = r == 0;
-    if (r == 0 && target && !replaced && !c->counts && !event_add(plane, KVFS_EVENT_LINGERS, target_inode, 0))
-        r = -ENOMEM; /* before its last handle's close may tell that it goes */
-    if (r == 0)
-        r = kvfs_name_put(plane, renamed, target_inode);
+        r = kvfs_name_put(plane, m.renamed, target ? target->inode : 0);
     if (r < 0) {
-        if (prepared)
-            names_unprepare_move(plane->names, renamed);
-        free(renamed);
-        free(gone);
+        move_unprepare(c, &m);
         return r;
     }
     int kept = r;
     n->lingers = kept != 0;
     if (target)
-        names_push(plane->names, inode, target_inode);
-    uint32_t segment = renamed->segment;
-    r = names_take(plane->names, renamed);
+        names_push(plane->names, record->inode, m.older);
+    const uint32_t segment = m.renamed->segment;
+    r = names_take(plane->names, m.renamed);
     assert(r == 0);
-    if (gone) {
-        if (replaced && n->known & KVFS_KNOWN_OPEN)
+    if (m.gone) {
+        if (m.gone->kind == KVFS_KIND_DIRECTORY && n->known & KVFS_KNOWN_OPEN)
             kept = KVFS_KEPT_OPEN;
         n->kept = (uint32_t)kept;
-        r = name_drop(plane, gone, kept, now);
+        r = name_drop(plane, m.gone, kept, now);
         assert(r == 0);
     }
     if (sealed)
         place_note(plane->names, segment, KVFS_NOTE_RENAMED);
-    const bool moved = n->parent != n->new_parent;
-    name_links(plane, n->parent, now, moved ? -(int)directory : -replaced);
-    if (moved)
-        name_links(plane, n->new_parent, now, (int)directory - replaced);
+    links_set(c, n->parent, m.from, now);
+    if (n->parent != n->new_parent)
+        links_set(c, n->new_parent, m.to, now);
     return 0;
 }
 

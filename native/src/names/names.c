@@ -647,13 +647,20 @@ int kvfs_names_put(struct kvfs_names *names, const void *data, int known) {
     return r;
 }
 
-void names_push(struct kvfs_names *names, uint64_t inode, uint64_t target) {
-    struct entry *entry = entry_find(names, inode), *from = entry_find(names, target);
-    if (entry && from && from->record && is_unsealed(entry->record)) {
-        const struct kvfs_inode_record *older = is_unsealed(from->record) ? entry_older(from) : from->record;
-        free(entry->older);
-        entry->older = older && older->kind == KVFS_KIND_FILE ? record_again(older) : NULL;
-    }
+int names_older(const struct kvfs_names *names, uint64_t inode, uint64_t target, struct kvfs_inode_record **older) {
+    const struct entry *entry = entry_find(names, inode), *from = entry_find(names, target);
+    const struct kvfs_inode_record *found = NULL;
+    if (entry && from && from->record && is_unsealed(entry->record))
+        found = is_unsealed(from->record) ? entry_older(from) : from->record;
+    *older = found && found->kind == KVFS_KIND_FILE ? record_again(found) : NULL;
+    return found && found->kind == KVFS_KIND_FILE && !*older ? -ENOMEM : 0;
+}
+
+void names_push(struct kvfs_names *names, uint64_t inode, struct kvfs_inode_record *older) {
+    struct entry *entry = entry_find(names, inode);
+    assert(entry && (!older || is_unsealed(entry->record)));
+    free(entry->older);
+    entry->older = older;
 }
 
 int kvfs_names_remove(struct kvfs_names *names, uint64_t inode) {
@@ -672,6 +679,12 @@ int names_removable(struct kvfs_names *names, uint64_t inode) {
     struct name *name;
     assert(entry);
     return entry_list(names, entry, &name);
+}
+
+void names_unremovable(struct kvfs_names *names, uint64_t inode) {
+    const struct entry *entry = entry_find(names, inode);
+    if (record_is_named(entry->record))
+        name_unprepare(names, entry->record);
 }
 
 void names_hold(struct kvfs_names *names) { names->held++; }

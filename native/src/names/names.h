@@ -14,13 +14,16 @@ bool names_try(struct kvfs_names *names);
 const struct kvfs_inode_record *names_record(const struct kvfs_names *names, uint64_t inode);
 /* As kvfs_names_put, and takes over the record, which malloc() made; after an error it is the caller's. */
 int names_take(struct kvfs_names *names, struct kvfs_inode_record *record);
-/* A file that is not sealed takes the name of another one. The block that had it stays in the journal until the file is sealed, renamed or removed: after
- * a kill the name leads to it. */
-void names_push(struct kvfs_names *names, uint64_t inode, uint64_t target);
+/* A file that is not sealed takes the name of another one, `target`. The block that had it stays in the journal until the file is sealed, renamed or
+ * removed: after a kill the name leads to it. *older: a copy of that block's record, for names_push(); NULL: there is none. -ENOMEM. */
+int names_older(const struct kvfs_names *names, uint64_t inode, uint64_t target, struct kvfs_inode_record **older);
+void names_push(struct kvfs_names *names, uint64_t inode, struct kvfs_inode_record *older); /* takes it over */
 /* Whether the inode is here, or known to be gone. */
 bool names_has(const struct kvfs_names *names, uint64_t inode);
-/* From now on, within this step, kvfs_names_remove() of this inode, which is here, has the memory that it needs. -ENOMEM. */
+/* From now on, within this step, neither kvfs_names_remove() of this inode, which is here, needs memory, nor names_take() of it where name and place
+ * stay. -ENOMEM. */
 int names_removable(struct kvfs_names *names, uint64_t inode);
+void names_unremovable(struct kvfs_names *names, uint64_t inode); /* neither is done */
 /* enum kvfs_names_leave */
 uint32_t names_left(const struct kvfs_names *names);
 /* 1: the journal was attached with changes of this request, which was not answered since. */
