@@ -184,6 +184,11 @@ class Names:
         if self._attached and not self._depth:
             self.change_for(None)
 
+    @property
+    def is_step(self) -> bool:
+        """A step of Python's is under way."""
+        return self._depth > 0
+
     # ---- numbers ----
 
     def number(self, number: int, *, in_pod: bool = False) -> None:

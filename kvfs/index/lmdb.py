@@ -204,7 +204,7 @@ class LmdbIndex:
 
     def raw(self, inode: int) -> bytes | None:
         record = self._raw(inode)
-        return None if record is not None and self._hidden.lost and self._hidden.hides(record) else record
+        return None if record is not None and self.hides(record) else record
 
     def _raw(self, inode: int) -> bytes | None:
         record = self._names.get(inode)
@@ -227,6 +227,10 @@ class LmdbIndex:
     @property
     def is_hiding(self) -> bool:
         return bool(self._hidden.lost)
+
+    def hides(self, record: bytes) -> bool:
+        """Whether a part of it lies on a device that is away."""
+        return bool(self._hidden.lost) and self._hidden.hides(record)
 
     def show(self, inode: int) -> None:
         self._hidden.shown.add(inode)

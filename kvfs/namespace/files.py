@@ -155,16 +155,27 @@ class Namespace:
         found = foreign.entry(parent, name)
         return self.lookup(parent, name) if found is None else found
 
-    @step
     def _enter_foreign(self, parent: InodeNumber, name: bytes) -> Inode | None:
         """Make a directory that another node has. It is told to nobody before something is made in it. Returns None
         where nobody else has it, and changes nothing then. Where the name was taken meanwhile: who has it."""
         assert self._foreign is not None
+        if self._foreign.rights(parent, name) is None:
+            return None
+        # A removal holds no lock while the index is read (I48). No commit ends before the step.
+        stored = self._index.stored_inode(parent, name) or 0
+        self._index.bring([parent, stored] if stored else [parent])
+        return self._make_foreign(parent, name, stored)
+
+    @step
+    def _make_foreign(self, parent: InodeNumber, name: bytes, stored: int) -> Inode | None:
+        """`stored`: who has the name in the index."""
+        assert self._foreign is not None
         found = self._foreign.rights(parent, name)
         if found is None or self._index.get(parent) is None:
             return None
-        number = self._index.lookup(parent, name)
-        if number is not None:
+        changed = self.names.find(parent, name)  # a thread of C may have made it meanwhile
+        number = InodeNumber(stored if changed is None else changed)
+        if number and self._index.hidden(number) is None:
             return self._index.get(number)
         now = time.time_ns()
         inode = Inode(

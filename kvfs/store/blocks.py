@@ -12,7 +12,7 @@ import logging
 import time
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from errno import EBUSY, EIO
 from itertools import compress
@@ -180,22 +180,34 @@ class Blocks:
 
     def drop_bad(self, number: InodeNumber, segment: int) -> None:
         """A block failed verification: it is a miss from now on, unless it has moved meanwhile."""
-        self.index.keep_above(number)
-        self._drop_bad(number, segment)
 
-    @step
-    def _drop_bad(self, number: InodeNumber, segment: int) -> None:
-        inode = self.index.get(number)
-        if inode is None or not inode.sealed or self.plane.inode_is_open(number) == OpenState.BEING_WRITTEN:
-            return
-        if segment != inode.segment and all(extent.segment != segment for extent in inode.extents):
-            return
-        self.bad_blocks += 1
-        log.error("inode %d in segment %d: failed its checksums; dropped", number, inode.segment)
-        if inode.nameless:
-            return
-        self.take_name(number)
-        self.tell_hosts()
+        def is_bad(inode: Inode) -> bool:
+            if self.plane.inode_is_open(number) == OpenState.BEING_WRITTEN:
+                return False
+            return segment == inode.segment or any(extent.segment == segment for extent in inode.extents)
+
+        if inode := self._take_if(number, is_bad):
+            self.bad_blocks += 1
+            log.error("inode %d in segment %d: failed its checksums; dropped", number, inode.segment)
+
+    def _take_if(self, number: InodeNumber, loses: Callable[[Inode], bool]) -> Inode | None:
+        """A sealed block becomes a miss if it `loses`, which is looked at in the same step. Hosts are told. Returns the
+        block; None: it did not lose."""
+        found: Inode | None = None
+
+        def still(record: bytes) -> bool:
+            nonlocal found
+            inode = Inode.unpack(record)
+            found = inode if inode.sealed and loses(inode) else None
+            return found is not None
+
+        def done(naming: Naming) -> None:
+            self._changed(naming)
+            if naming.lost is not None:
+                self.tell_hosts()
+
+        self.bringing.change(done, Act.TAKE, inode=number, still=still)
+        return found
 
     def drop_overtaken(self, number: InodeNumber, version: int) -> None:
         """In a pod: another node has stored or removed its name later, or changed a directory. An own block of at most
@@ -204,22 +216,17 @@ class Blocks:
         A file that is being written is mostly stored again, under a higher version. Or its seal was under way before
         the other's news came, or its writer closes it unchanged. So it is looked at once more when it has no writer.
         """
-        self.index.keep_above(number)
         inode = self.index.get(number)
         if inode is not None and inode.kind == Kind.DIRECTORY:
             self._look_at_directory(inode)
-        else:
-            self._drop_overtaken(number, version)
+            return
 
-    @step
-    def _drop_overtaken(self, number: InodeNumber, version: int) -> None:
-        inode = self.index.get(number)
-        if inode is None or inode.nameless or not inode.sealed or inode.version > version:
-            return
-        if self.plane.inode_overtaken(number, version) == OpenState.BEING_WRITTEN:
-            return
-        self.take_name(number)
-        self.tell_hosts()
+        def is_overtaken(inode: Inode) -> bool:
+            if inode.nameless or inode.version > version:
+                return False
+            return self.plane.inode_overtaken(number, version) != OpenState.BEING_WRITTEN
+
+        self._take_if(number, is_overtaken)
 
     def _look_at_directory(self, inode: Inode) -> None:
         """Another node has changed its rights, or has nothing in it any more. A directory that

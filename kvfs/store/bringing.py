@@ -61,13 +61,15 @@ class Bringing:
 
     def change(
         self, done: Callable[[Naming], None], act: Act, parent: int = 0, name: bytes = b"", new_parent: int = 0,
-        new_name: bytes = b"", flags: int = 0, inode: int = 0,
+        new_name: bytes = b"", flags: int = 0, inode: int = 0, still: Callable[[bytes], bool] | None = None,
     ) -> None:  # fmt: skip
-        """Make it; `done` counts it, in the same step. KvfsError: nothing has changed."""
+        """Make it; `done` counts it, in the same step. KvfsError: nothing has changed. `still`: it is only made while
+        the record of `inode`, looked at in the same step, is so."""
+        assert not self._names.is_step  # the index is read without a lock (I48)
         naming = self._plane.naming(act, parent, name, new_parent, new_name, flags, inode)
         try:
             for _ in range(TRIES):
-                result = self._try(naming, done)
+                result = self._try(naming, done, still)
                 if result <= 0:
                     break
                 self._bring(naming, Need(result))
@@ -81,7 +83,7 @@ class Bringing:
             error.errno = -result
             raise error
 
-    def _try(self, naming: Naming, done: Callable[[Naming], None]) -> int:
+    def _try(self, naming: Naming, done: Callable[[Naming], None], still: Callable[[bytes], bool] | None) -> int:
         hidden = 0
         if self._index.is_hiding and naming.names[0]:
             holders = [
@@ -91,6 +93,8 @@ class Bringing:
             hidden = holders[1]
             self._index.bring([holder for holder in holders if holder])
         with self._names:
+            if still is not None and not self._is_still(naming.inode, still):
+                return 0
             result = naming.go()
             if result == 0:
                 done(naming)
@@ -99,6 +103,11 @@ class Bringing:
                 if self._index.is_hiding and naming.emptied:
                     self._index.drop_hidden_below(naming.emptied)
         return result
+
+    def _is_still(self, number: int, still: Callable[[bytes], bool]) -> bool:
+        """Of what is not in memory it is not known: C says that it lacks it, and this is asked again."""
+        record = self._names.get(number)
+        return record is None or (bool(record) and not self._index.hides(record) and still(record))
 
     def _bring(self, naming: Naming, need: Need) -> None:
         index, names = self._index, self._names

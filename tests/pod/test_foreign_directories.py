@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import trio
 from pods import make_pod
+from store_pools import index_reads
 
 from kvfs.errors import NotEmptyError, NotFoundError
+from kvfs.index.lmdb import LmdbIndex
 from kvfs.namespace.files import Namespace
 from kvfs.namespace.foreign import ForeignNames
 from kvfs.podmap import PodMap
@@ -84,6 +86,77 @@ def test_a_directory_that_the_other_removes_meanwhile_is_removed(tmp_path: Path,
             if is_open:
                 assert names.get(own.inode).nlink == 0
                 names.close_directory(own.inode)
+
+    trio.run(main)
+
+
+def test_a_directory_with_attributes_that_becomes_the_others_has_none_of_them(tmp_path: Path) -> None:
+    pools = make_pod(tmp_path, nodes=2, joined=2)
+
+    async def main() -> None:
+        made, _ = await news_of_a_directory(pools[1])
+        async with Store.open(pools[0]) as store:
+            podmap = podmap_of(store)
+            names = Namespace(store, ForeignNames(store, podmap))
+            own = names.mkdir(ROOT_INODE, b"d", 0o755, 0, 0)
+            await names.setxattr(own.inode, b"user.note", b"n" * 100)
+            podmap.apply(1, made)
+            with pytest.raises(NotEmptyError):
+                names.rmdir(ROOT_INODE, b"d")
+            for _ in range(2):
+                theirs = names.lookup(ROOT_INODE, b"d")
+                assert (theirs.inode, theirs.flags, theirs.xattrs) == (own.inode, InodeFlags.BORROWED, {})
+                await store.blocks.commit()  # then as the index has it
+                store.plane.names.forget()
+
+    trio.run(main)
+
+
+def test_the_index_is_read_without_a_lock_where_the_directory_is_the_others(tmp_path: Path) -> None:
+    pools = make_pod(tmp_path, nodes=2, joined=2)
+
+    async def main() -> None:
+        made, _ = await news_of_a_directory(pools[1])
+        async with Store.open(pools[0]) as store:
+            podmap = podmap_of(store)
+            names = Namespace(store, ForeignNames(store, podmap))
+            await store.blocks.commit()
+            store.plane.names.limit(0, 0)
+            store.plane.names.forget()
+            podmap.apply(1, made)
+            with index_reads(store.plane.names) as reads, pytest.raises(NotEmptyError):
+                names.rmdir(ROOT_INODE, b"d")
+            assert reads and InodeFlags.BORROWED in names.lookup(ROOT_INODE, b"d").flags
+
+    trio.run(main)
+
+
+def test_a_name_that_is_taken_while_the_others_directory_is_looked_up_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The index is read before the step, and a thread of C makes the name meanwhile."""
+    pools = make_pod(tmp_path, nodes=2, joined=2)
+
+    async def main() -> None:
+        made, _ = await news_of_a_directory(pools[1])
+        async with Store.open(pools[0]) as store:
+            podmap = podmap_of(store)
+            names = Namespace(store, ForeignNames(store, podmap))
+            podmap.apply(1, made)
+            links = names.get(ROOT_INODE).nlink
+            stored, taken = LmdbIndex.stored_inode, list[InodeNumber]()
+
+            def late(self: LmdbIndex, parent: int, name: bytes) -> int | None:
+                found = stored(self, parent, name)
+                if not taken:
+                    taken.append(InodeNumber(0))
+                    taken[0] = names.create(ROOT_INODE, b"d", 0o644, 0, 0).inode
+                return found
+
+            monkeypatch.setattr(LmdbIndex, "stored_inode", late)
+            assert names._enter_foreign(ROOT_INODE, b"d") == names.get(taken[0])
+            assert names.get(ROOT_INODE).nlink == links
+            assert names.lookup(ROOT_INODE, b"d").inode == taken[0]
 
     trio.run(main)
 

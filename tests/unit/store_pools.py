@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pytest
 import trio
 import trio.testing
 from helpers import slowness
 
+from kvfs.index.lmdb import LmdbIndex
+from kvfs.names import Names
 from kvfs.pool.making import FormatRequest, format_devices
 from kvfs.record import Inode, InodeFlags, Kind
 from kvfs.store.opening import StoreOptions
@@ -89,6 +94,25 @@ async def rebuilt(store: Store) -> None:
     with trio.fail_after(600 * slowness()):
         while store.rebuilding:
             await trio.sleep(0.01)
+
+
+@contextmanager
+def index_reads(names: Names) -> Iterator[list[str]]:
+    """How LMDB is read meanwhile. No step is under way then (I48)."""
+    reads: list[str] = []
+
+    def watched(how: str, read: Callable[..., Any]) -> Callable[..., Any]:
+        def look(*arguments: Any) -> Any:
+            reads.append(how)
+            assert not names.is_step, how
+            return read(*arguments)
+
+        return look
+
+    with pytest.MonkeyPatch.context() as patch:
+        for how in ("_stored", "_stored_many", "stored_inode", "list_stored"):
+            patch.setattr(LmdbIndex, how, watched(how, getattr(LmdbIndex, how)))
+        yield reads
 
 
 def make(store: Store, parent: int, name: bytes, kind: Kind = Kind.FILE) -> Inode:

@@ -10,16 +10,16 @@ import shutil
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from store_pools import LAZY, crashed_store, make_pool, with_store, write
+from store_pools import LAZY, crashed_store, index_reads, make_pool, with_store, write
 
 from kvfs import errors, journal
 from kvfs.index.lmdb import LmdbIndex
 from kvfs.namespace import files
 from kvfs.namespace.files import Namespace
 from kvfs.naming import RENAME_NOREPLACE, TRIES, Naming, Need
+from kvfs.plane import OpenState, Plane
 from kvfs.record import InodeFlags
 from kvfs.store import blocks as blocks_module
 from kvfs.store.blocks import Blocks
@@ -313,31 +313,48 @@ async def test_the_index_is_read_without_a_lock(store: Store, namespace: Namespa
     for name in (b"a", b"b"):
         await write(store, name, parent=directory.inode)
     await write(store, b"a", parent=other.inode)
-    reads = 0
-
-    def watched(read: Callable[..., Any]) -> Callable[..., Any]:
-        def look(*arguments: Any) -> Any:
-            nonlocal reads
-            reads += 1
-            assert store.plane.names._depth == 0
-            return read(*arguments)
-
-        return look
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("_stored", "_stored_many", "stored_inode", "list_stored"):
-            patch.setattr(LmdbIndex, name, watched(getattr(LmdbIndex, name)))
+    bad, overtaken = await write(store, b"bad", parent=other.inode), await write(store, b"old", parent=other.inode)
+    # Below a pin the directories above are asked for, too.
+    await namespace.set_pinned(ROOT_INODE, True)
+    with index_reads(store.plane.names) as reads:
         for change in (
             lambda: namespace.rename(directory.inode, b"a", other.inode, b"a"),
             lambda: namespace.unlink(directory.inode, b"b"),
             lambda: namespace.rmdir(ROOT_INODE, b"d"),
             lambda: namespace.unlink(other.inode, b"a"),
+            lambda: store.blocks.drop_bad(bad.inode, bad.segment),
+            lambda: store.blocks.drop_overtaken(overtaken.inode, overtaken.version),
         ):
-            await store.blocks.commit()
-            store.plane.names.forget()
-            before = reads
+            await nothing_in_memory(store)
+            reads.clear()
             change()
-            assert reads > before
+            assert reads
+    assert names(namespace, other.inode) == [] and store.blocks.bad_blocks == 1
+
+
+@in_store
+async def test_a_bad_block_that_is_written_as_its_record_is_brought_stays(store: Store, namespace: Namespace) -> None:
+    block = await write(store, b"x")
+    await nothing_in_memory(store)
+    bring, is_open = Bringing._bring, Plane.inode_is_open
+    written: list[Need] = []
+
+    def brought(self: Bringing, naming: Naming, need: Need) -> None:
+        bring(self, naming, need)
+        written.append(need)
+
+    def opened(self: Plane, inode: int) -> OpenState:
+        return OpenState.BEING_WRITTEN if written else is_open(self, inode)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Bringing, "_bring", brought)
+        patch.setattr(Plane, "inode_is_open", opened)
+        store.blocks.drop_bad(block.inode, block.segment)
+    assert written == [Need.INODES] and names(namespace) == [b"x"] and store.blocks.bad_blocks == 0
+    store.blocks.drop_bad(block.inode, block.segment)
+    assert names(namespace) == [] and store.blocks.bad_blocks == 1
+    store.blocks.drop_bad(block.inode, block.segment)  # it is gone
+    assert store.blocks.bad_blocks == 1
 
 
 @in_store
