@@ -28,9 +28,11 @@ from kvfs.errors import KvfsError
 from kvfs.frames import Next, Shards
 from kvfs.lent import Part
 from kvfs.namespace.files import Namespace
+from kvfs.naming import Naming
 from kvfs.plane import PlaneError
 from kvfs.pool.format import META_EPOCH, META_JOURNAL, META_JOURNAL_VALUE
 from kvfs.record import Inode, Kind
+from kvfs.store.blocks import Blocks
 from kvfs.store.fsck import fsck
 from kvfs.store.inheritance import nameless_blocks
 from kvfs.store.sealing import _Seal
@@ -964,21 +966,26 @@ def test_after_kills_names_are_as_they_were_told(tmp_path: Path) -> None:
         shutil.rmtree(pool)
 
 
-def test_a_step_that_is_cut_off_is_not_there(pool: Path, kept: int) -> None:
+def test_a_step_that_is_cut_off_is_not_there(pool: Path, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The journal is read while a step is under way, as a kill would leave it."""
     torn: list[int] = []
+    changed = Blocks._changed
+
+    def cut_off(self: Blocks, done: Naming) -> None:
+        changed(self, done)
+        torn.append(copy_of(kept, lambda data: None))
 
     async def work(store: Store) -> None:
         await two_blocks(store)
         await store.sync()
         rename(store, b"b", b"d")
-        with store.plane.names:
-            rename(store, b"a", b"c")
-            torn.append(copy_of(kept, lambda data: None))
+        monkeypatch.setattr(Blocks, "_changed", cut_off)
+        rename(store, b"a", b"c")
 
     kill(pool, kept, work)
+    monkeypatch.undo()
     try:
-        assert found(pool, torn[0]) == {b"/a": PAGE, b"/d": 2 * PAGE}
+        assert len(torn) == 1 and found(pool, torn[0]) == {b"/a": PAGE, b"/d": 2 * PAGE}
     finally:
         os.close(torn[0])
 

@@ -103,7 +103,8 @@ static int pins_look(const struct change_of *c, uint64_t inode) {
     return r > 1 ? r : r == 1 && !c->counts ? KVFS_NEED_CALLER : 0;
 }
 
-/* What a thread of C may have made since Python looked is in memory. */
+/* What a thread of C may have made since Python looked is in memory. While a device is away none makes anything, and what is hidden there counts for
+ * nothing, as Python has looked. */
 static int is_empty(const struct change_of *c, uint64_t directory) {
     if (!c->counts)
         return KVFS_NEED_CALLER;
@@ -111,6 +112,8 @@ static int is_empty(const struct change_of *c, uint64_t directory) {
         return -ENOTEMPTY;
     if (c->n->empty != directory)
         return lacks(c, KVFS_NEED_EMPTY, directory);
+    if (names_left(c->plane->names) & KVFS_LEAVE_HIDING)
+        return 0;
     return names_has_new(c->plane->names, directory) ? -ENOTEMPTY : 0;
 }
 
