@@ -503,7 +503,7 @@ static void test_reports(void) {
     batch_get(client, b, 1);
     batch_get(client, b, 1);
     uint64_t until = milliseconds() + 30000, hits = 0;
-    while (hits < CLIENT_HITS_MAX) { /* 600 reads: told before the client ends */
+    while (hits + CLIENT_HITS_MAX <= 600) { /* of 600 reads, told before the client ends; on a slow machine a second has told of some before */
         CHECK(milliseconds() < until);
         usleep(1000);
         locked();
