@@ -35,10 +35,10 @@ def _hold(args: argparse.Namespace) -> int:
     args.signals.until_ended()
     args.signals.outlive_terminal()  # mounts need it
     with listen(path) as listener:
-        emit_line(args, {"socket": str(path)})
-        with suppress(HoldError):
-            notify("READY=1")
         try:
+            emit_line(args, {"socket": str(path)})  # who has read it may end this at once
+            with suppress(HoldError):
+                notify("READY=1")
             Holder(listener, args.timeout).run()
         finally:
             with suppress(OSError):

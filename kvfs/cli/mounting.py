@@ -379,8 +379,8 @@ def _keep(args: argparse.Namespace) -> int:
     args.signals.until_ended()
     args.signals.outlive_terminal()  # a guest needs it
     with listen(path) as listener:
-        emit_line(args, {"socket": str(path), "export": str(export)})
         try:
+            emit_line(args, {"socket": str(path), "export": str(export)})  # who has read it may end this at once
             keep(listener, export, args.timeout)
         finally:
             path.unlink(missing_ok=True)

@@ -4,7 +4,7 @@ answer."""
 import mmap
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import pytest
@@ -45,6 +45,24 @@ class Counted:
         return self._before[0] - before[0], self._before[1] - before[1]
 
 
+def beside_others(test: Callable[[Pool, pathlib.Path], None]) -> Callable[[Pool], None]:
+    """Run the test in a directory of its own, and up to five times: `kvfs metrics` of somebody else on this machine may
+    be told of a name between its look-up and its CREATE, and what was told once never falls."""
+
+    def run(pool: Pool) -> None:
+        for attempt in range(5):
+            place = pool.mount / f"{test.__name__}-{attempt}"
+            place.mkdir()
+            try:
+                test(pool, place)
+                return
+            except AssertionError:
+                if attempt == 4:
+                    raise
+
+    return run
+
+
 def store(path: pathlib.Path, seed: object = 0) -> None:
     """As engines do: a temporary file, renamed."""
     temporary = path.with_name(path.name + f".tmp-{os.getpid()}")
@@ -52,39 +70,42 @@ def store(path: pathlib.Path, seed: object = 0) -> None:
     os.rename(temporary, path)
 
 
-def test_blocks_that_are_there_are_found_though_the_kernel_knows_their_names(pool: Pool) -> None:
+@beside_others
+def test_blocks_that_are_there_are_found_though_the_kernel_knows_their_names(pool: Pool, place: pathlib.Path) -> None:
     """The kernel answers a stat of a name that it knows by itself, so only missing names reach the daemon. With 92 of
     100 blocks found, the hit ratio was once 0."""
-    names = [pool.mount / f"known-{i}" for i in range(92)]
+    names = [place / f"known-{i}" for i in range(92)]
     for path in names:
         store(path)
     counted = Counted(pool)
-    for path in [*names, *(pool.mount / f"unknown-{i}" for i in range(8))]:
+    for path in [*names, *(place / f"unknown-{i}" for i in range(8))]:
         if os.path.exists(path):
             read_file(path)
     assert counted.take() == (92, 8)
 
 
-def test_what_is_stored_was_not_missed(pool: Pool) -> None:
+@beside_others
+def test_what_is_stored_was_not_missed(pool: Pool, place: pathlib.Path) -> None:
     """Before a name is made or renamed to, the kernel asks for it. Nobody else did."""
     counted = Counted(pool)
     for i in range(20):
-        store(pool.mount / f"stored-{i}")
-    os.makedirs(pool.mount / "stored" / "below")
-    os.symlink("stored-1", pool.mount / "stored" / "link")
-    os.mknod(pool.mount / "stored" / "node", 0o644)
+        store(place / f"stored-{i}")
+    os.makedirs(place / "stored" / "below")
+    os.symlink("stored-1", place / "stored" / "link")
+    os.mknod(place / "stored" / "node", 0o644)
     assert counted.take() == (0, 1), "os.makedirs asks whether the upper one is there"
 
 
-def test_a_block_that_is_asked_for_and_then_stored_is_missed_once(pool: Pool) -> None:
+@beside_others
+def test_a_block_that_is_asked_for_and_then_stored_is_missed_once(pool: Pool, place: pathlib.Path) -> None:
     counted = Counted(pool)
     for i in range(10):
-        path = pool.mount / f"asked-{i}"
+        path = place / f"asked-{i}"
         assert not os.path.exists(path)
         store(path, i)
     assert counted.take() == (0, 10)
     for i in range(10):
-        store(pool.mount / f"asked-{i}", i + 1)  # over the other: asked for by nobody
+        store(place / f"asked-{i}", i + 1)  # over the other: asked for by nobody
     assert counted.take() == (0, 0)
 
 

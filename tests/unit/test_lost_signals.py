@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from helpers import REPOSITORY
@@ -29,6 +31,23 @@ with signals.handled() as heard:
     except KeyboardInterrupt:
         sys.exit(heard.text)
 """
+
+
+# The signal comes within the step that tells.
+EARLY = """
+import importlib, pathlib, signal, sys
+
+module = importlib.import_module(f"kvfs.cli.{sys.argv[1]}")
+from kvfs.cli.command import main
+
+def tell(*_):
+    assert pathlib.Path("front").exists()
+    signal.raise_signal(signal.SIGXCPU)
+
+module.emit_line = tell
+sys.exit(main(sys.argv[2:]))
+"""
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
 
 
 @pytest.mark.parametrize(
@@ -58,3 +77,16 @@ def test_one_that_comes_again_waits_until_python_would_not_drop_it_once_more() -
 def check(ended: subprocess.CompletedProcess[str], number: signal.Signals) -> None:
     told = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
     assert (ended.stderr, ended.returncode) == (f"{told}\n", 1)
+
+
+@pytest.mark.parametrize("verb", ["keep", "hold"])
+def test_a_socket_goes_with_its_command_however_early_the_signal_comes(tmp_path: Path, verb: str) -> None:
+    """Who has read the command's first line may end it before its next step."""
+    words = ["keep", "front", "back"] if verb == "keep" else ["hold", "front"]
+    module = {"keep": "mounting", "hold": "holding"}[verb]
+    result = subprocess.run(
+        ["env", "--default-signal", sys.executable, "-c", EARLY, module, *words], cwd=tmp_path, env=ENVIRONMENT,
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert result.returncode == 128 + signal.SIGXCPU, result.stderr
+    assert list(tmp_path.iterdir()) == []
