@@ -46,8 +46,10 @@ class Counted:
 
 
 def beside_others(test: Callable[[Pool, pathlib.Path], None]) -> Callable[[Pool], None]:
-    """Run the test in a directory of its own, and up to five times: `kvfs metrics` of somebody else on this machine may
-    be told of a name between its look-up and its CREATE, and what was told once never falls."""
+    """Run the test in a directory of its own, and up to five times.
+
+    Somebody else's `kvfs metrics` may be told of a name between its look-up and its CREATE. What was told never falls.
+    """
 
     def run(pool: Pool) -> None:
         for attempt in range(5):
