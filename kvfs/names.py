@@ -470,6 +470,15 @@ class Names:
         lib.kvfs_names_request(*(request or (0, 0)))
 
     @contextlib.contextmanager
+    def serving_nobody(self) -> Iterator[None]:
+        """What this task changes meanwhile is not what its request asked for: one that is sent again is done again."""
+        reset = _REQUEST.set(None)
+        try:
+            yield
+        finally:
+            _REQUEST.reset(reset)
+
+    @contextlib.contextmanager
     def serving(self, token: int) -> Iterator[None]:
         """Changes that this task makes belong to a request of a kernel, if that is one to be done once
         (native/src/fuse/once.c). `token`: the `pid` that the session has of it, or the low half of a call's id."""

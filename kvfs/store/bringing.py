@@ -96,7 +96,10 @@ class Bringing:
             if still is not None and not self._is_still(naming.inode, still):
                 return 0
             result = naming.go()
-            if result == 0:
+            if result != 0:
+                # It may have changed something on its way, as a directory that is this node's too from now on.
+                self._names.change_for(None)
+            else:
                 done(naming)
                 if hidden:
                     self._index.drop_hidden(hidden)  # its name is another's now
@@ -128,7 +131,8 @@ class Bringing:
             naming.is_empty(number, empty, self.directories is not None and self.directories.is_open_directory(number))
         else:
             if self.directories is not None:
-                self.directories.enter_theirs(InodeNumber(naming.parents[0]), naming.names[0])
+                with names.serving_nobody():
+                    self.directories.enter_theirs(InodeNumber(naming.parents[0]), naming.names[0])
             naming.theirs_entered()
 
 

@@ -11,7 +11,7 @@ import socket
 import struct
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
-from errno import EEXIST, EIO, ENOENT
+from errno import EEXIST, EIO, ENOENT, ENOTEMPTY
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -28,6 +28,7 @@ from kvfs.frontend.calls import Calls
 from kvfs.frontend.fuse import Operations
 from kvfs.names import step
 from kvfs.namespace.files import Namespace
+from kvfs.naming import Naming, Need
 from kvfs.record import Inode
 from kvfs.store.store import Store
 from kvfs.types import ROOT_INODE, InodeNumber
@@ -301,6 +302,39 @@ def test_what_failed_after_a_change_is_not_done(pool: Path, kept: int) -> None:
 
     serve(pool, kept, first)
     serve(pool, kept, second)
+
+
+@pytest.mark.parametrize("comes", ["within", "before"])
+def test_what_a_removal_changes_on_its_way_is_not_its_end(
+    pool: Path, kept: int, comes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a pod, where a directory that other nodes have is made here, and a removal fails. A double stands for C."""
+
+    async def first(kernel: Kernel) -> None:
+        names = Namespace(kernel.store)
+        made = names.mkdir(ROOT_INODE, b"d", 0o755, 0, 0)
+
+        def make(*_: object) -> None:
+            names.mkdir(made.inode, b"theirs", 0o755, 0, 0)
+
+        answers = [Need.THEIRS, -ENOTEMPTY] if comes == "before" else [-ENOTEMPTY]
+
+        def go(naming: Naming) -> int:
+            if comes == "within":
+                make()
+            return int(answers.pop(0))
+
+        monkeypatch.setattr(Naming, "go", go)
+        monkeypatch.setattr(names, "enter_theirs", make)
+        await kernel.ask(RMDIR, ROOT_INODE, b"d\0", 10)
+        _, ctx = await kernel.forwarded(RMDIR)
+        with pytest.raises(FUSEError) as raised:
+            await Operations(names).rmdir(ROOT_INODE, b"d", ctx)
+        assert raised.value.errno == ENOTEMPTY and not answers
+        assert names.lookup(made.inode, b"theirs").inode
+        assert of_requests(kept) == []
+
+    serve(pool, kept, first)
 
 
 async def fill(kernel: Kernel) -> int:
