@@ -259,9 +259,8 @@ class Names:
 
     def head(self, head: int, segment: int | None, generation: int = 0, *, held: bool = False) -> None:
         """A head of the data plane appends to this segment, or to none. `held`: the caller does until the next call."""
-        if held:
-            return cast(None, lib.kvfs_place_hold(self._names, head))
-        lib.kvfs_place_head(self._names, head, _NOWHERE if segment is None else segment, generation)
+        none = lib.KVFS_PLACE_HELD if held else _NOWHERE
+        lib.kvfs_place_head(self._names, head, none if segment is None else segment, generation)
 
     def client_heads(self, count: int) -> None:
         """How many heads native clients have."""
