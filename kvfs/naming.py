@@ -57,7 +57,8 @@ class Naming:
         told.name_size, told.new_name_size = len(name), len(new_name)
 
     def go(self) -> int:
-        """Returns 0 if it is done, a negative errno, or a Need. Then nothing has changed."""
+        """Returns 0 if it is done, a negative errno, or a Need. Then neither name has changed. In a pod a directory on
+        the way may be this node's too from now on, or others' alone."""
         return cast(int, lib.kvfs_naming(self._plane, self._told))
 
     def end(self) -> None:

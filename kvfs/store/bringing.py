@@ -63,8 +63,8 @@ class Bringing:
         self, done: Callable[[Naming], None], act: Act, parent: int = 0, name: bytes = b"", new_parent: int = 0,
         new_name: bytes = b"", flags: int = 0, inode: int = 0, still: Callable[[bytes], bool] | None = None,
     ) -> None:  # fmt: skip
-        """Make it; `done` counts it, in the same step. KvfsError: nothing has changed. `still`: it is only made while
-        the record of `inode`, looked at in the same step, is so."""
+        """Make it; `done` counts it, in the same step. KvfsError: it was not made (Naming.go() says what may have
+        changed). `still`: it is only made while the record of `inode`, looked at in the same step, is so."""
         assert not self._names.is_step  # the index is read without a lock (I48)
         naming = self._plane.naming(act, parent, name, new_parent, new_name, flags, inode)
         try:
