@@ -461,8 +461,8 @@ def test_a_handle_never_mixes_what_the_kernel_kept_with_a_newer_content(small: P
         with small.redis.stopped():
             fd = os.open(path, os.O_RDONLY)
             _advise_random(fd)
-            for i in range(90):  # more than the node's part of the pool
-                sealed(a.mount / "mix" / f"c{i % 20}", tagged(i, turn, BIG_BLOCK))
+            for i in range(90):  # more than the node's part of the pool: what was there goes
+                sealed(a.mount / "mix" / f"c{i}", tagged(i, turn, BIG_BLOCK))
             sealed(a.mount / "mix" / "a", new)
         _wait_begins(path, new)
         try:
