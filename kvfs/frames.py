@@ -9,14 +9,13 @@ from __future__ import annotations
 from enum import IntEnum
 from errno import ENOMEM
 from types import TracebackType
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 from kvfs._native import ffi, lib
 from kvfs.errors import KvfsError
 from kvfs.lent import Part, lent
 
 SHARDS = 256
-NOWHERE = 0xFFFFFFFF
 _UINT32 = ffi.typeof("uint32_t *")
 
 
@@ -73,6 +72,7 @@ class Totals(NamedTuple):
 
     open: int
     pages: int
+    resting: int
     committed: int
     superseded: int
     reclaimed: int
@@ -102,7 +102,7 @@ class Frames:
         self._none = Shards()
         self._totals = ffi.new("struct kvfs_reservation_statistics *")
         self._runs = ffi.new("const struct kvfs_run **")
-        self._run_count = ffi.new("uint32_t *")
+        self._run_count, self._next = ffi.new("uint32_t *"), ffi.new("uint64_t *")
         self._leased = ffi.new("struct kvfs_leased *")
 
     def check(
@@ -123,8 +123,26 @@ class Frames:
             raise FrameError(f"{count} items in {items.size} bytes break a rule of frames of type {kind}")
         return list(self._missing[0:found])
 
-    def join(self) -> HolderPages:
-        holder = lib.kvfs_holder_create(self._plane)
+    def limit(self, share_pages: int, open_max: int) -> None:
+        """The most that all clients together may have reserved."""
+        lib.kvfs_reservations_limit(self._plane, share_pages, open_max)
+
+    def rested(self, user: int, pages: int) -> None:
+        """Late writes cannot land any more in these pages that rested for a user."""
+        lib.kvfs_reservations_rested(self._plane, user, pages)
+
+    def directories_changed(self, *, moved: bool) -> None:
+        """Directories have moved, or else one was removed, replaced, or got other attributes. Within the step of the
+        change."""
+        lib.kvfs_directories_changed(self._plane, moved)
+
+    def changed(self) -> HolderPages | None:
+        """A client that the data plane has reserved or committed for since the last call."""
+        holder = lib.kvfs_holder_changed(self._plane)
+        return None if holder == ffi.NULL else cast(HolderPages, holder)
+
+    def join(self, user: int) -> HolderPages:
+        holder = lib.kvfs_holder_create(self._plane, user)
         if holder == ffi.NULL:
             raise _no_memory("a client")
         return cast(HolderPages, holder)
@@ -140,7 +158,7 @@ class Frames:
 
     def free(self, holder: HolderPages) -> None:
         """Nothing is left of its reservations."""
-        lib.kvfs_holder_free(holder)
+        lib.kvfs_holder_free(self._plane, holder)
 
     def totals(self) -> Totals:
         lib.kvfs_reservation_statistics_get(self._plane, self._totals)
@@ -148,11 +166,17 @@ class Frames:
 
     def reserve(self, holder: HolderPages, items: Part, count: int, shards: Shards, uid: int, flags: int) -> Reserve:
         """Items that were checked with these flags."""
-        return Reserve(self._plane, holder, items, count, shards, uid, flags)
+        told = lib.kvfs_reserve_begin(holder, flags, items.data, count, shards.items, uid)
+        if told == ffi.NULL:
+            raise _no_memory("a RESERVE")
+        return Reserve(self._plane, told, items)
 
     def commit(self, holder: HolderPages, items: Part, count: int) -> Commit:
         """Items that were checked."""
-        return Commit(self._plane, holder, items, count)
+        told = lib.kvfs_commit_begin(holder, items.data, count)
+        if told == ffi.NULL:
+            raise _no_memory("a COMMIT")
+        return Commit(told, self._plane, items, count)
 
     def delete(self, items: Part, count: int, shards: Shards, flags: int) -> Delete:
         """Items that were checked with these flags."""
@@ -187,14 +211,10 @@ class Frames:
 
     # ---- taking back ----
 
-    def next_expiry(self) -> int | None:
-        """When the first reservation expires, as given to finish()."""
-        until = cast(int, lib.kvfs_reservations_next(self._plane))
-        return None if until == (1 << 64) - 1 else until
-
-    def expire(self, now: int) -> int:
-        """How many were taken back because they have expired."""
-        return cast(int, lib.kvfs_reservations_expire(self._plane, now))
+    def expire(self, now: int) -> tuple[int, int | None]:
+        """How many were taken back because they have expired, and when the next one does, as given to finish()."""
+        count = cast(int, lib.kvfs_reservations_expire(self._plane, now, self._next))
+        return count, None if self._next[0] == (1 << 64) - 1 else cast(int, self._next[0])
 
     def returned(self) -> tuple[int, list[RunFields]] | None:
         """One that was taken back: number and runs. The caller makes scans step over the runs, then calls buried()."""
@@ -208,13 +228,9 @@ class Frames:
 class Reserve:
     """RESERVE, on its way. `told` is struct kvfs_reserve."""
 
-    def __init__(
-        self, plane: object, holder: HolderPages, items: Part, count: int, shards: Shards, uid: int, flags: int
-    ) -> None:
-        self._plane, self._items = plane, items  # alive as long as the frame
-        self.told = lib.kvfs_reserve_begin(holder, flags, items.data, count, shards.items, uid)
-        if self.told == ffi.NULL:
-            raise _no_memory("a RESERVE")
+    def __init__(self, plane: object, told: Any, items: Part | None = None) -> None:
+        """items: alive as long as the frame. None: the frame is the data plane's to end."""
+        self._plane, self._items, self.told = plane, items, told
 
     def __enter__(self) -> Reserve:
         return self
@@ -222,7 +238,8 @@ class Reserve:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        lib.kvfs_reserve_end(self._plane, self.told)
+        if self._items is not None:
+            lib.kvfs_reserve_end(self._plane, self.told)
 
     def go(self) -> Next | None:
         """Handle a part of the items. Returns None if no item finds a place."""
@@ -236,20 +253,20 @@ class Reserve:
     def no_place(self, error: int) -> None:
         lib.kvfs_reserve_place(self._plane, self.told, ffi.NULL, 0, error)
 
-    def finish(self, until: int) -> bytes:
-        """The answer. `until`: when these reservations expire."""
+    def finish(self, until: int) -> None:
+        """All items have an answer. `until`: when these reservations expire."""
         lib.kvfs_reserve_finish(self._plane, self.told, until)
+
+    def answer(self) -> bytes:
         return cast(bytes, ffi.buffer(self.told.answer, self.told.answer_size)[:])
 
 
 class Commit:
     """COMMIT, on its way. `told` is struct kvfs_commit."""
 
-    def __init__(self, plane: object, holder: HolderPages, items: Part, count: int) -> None:
-        self._plane, self._items, self._count = plane, items, count
-        self.told = lib.kvfs_commit_begin(holder, items.data, count)
-        if self.told == ffi.NULL:
-            raise _no_memory("a COMMIT")
+    def __init__(self, told: Any, plane: object, items: Part | None = None, count: int = 0) -> None:
+        """items: alive as long as the frame. None: the frame is the data plane's to end, and its answers are."""
+        self._plane, self._items, self._count, self.told = plane, items, count, told
 
     def __enter__(self) -> Commit:
         return self
@@ -257,7 +274,8 @@ class Commit:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        lib.kvfs_commit_end(self.told)
+        if self._items is not None:
+            lib.kvfs_commit_end(self.told)
 
     def go(self) -> Next:
         return Next(lib.kvfs_commit(self._plane, self.told))

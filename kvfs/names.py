@@ -27,6 +27,9 @@ _CAPACITY = 64 << 10
 _LIST_MAX = 4096
 _NOTED_MAX = 256
 _NOWHERE = 0xFFFFFFFF
+# Heads of the data plane: of new blocks, then those of native clients.
+HEAD_NEW: int = lib.KVFS_HEAD_NEW
+CLIENT_HEADS: int = lib.KVFS_CLIENT_HEADS
 _MEMBER_SIZE = 12
 LOOK = struct.Struct("<QIIIB??x")
 assert LOOK.size == ffi.sizeof("struct kvfs_look")
@@ -254,13 +257,17 @@ class Names:
         while lib.kvfs_place_failed(self._names, segment, out):
             yield FailedRun(generation, out.page, out.page_count)
 
-    def head(self, segment: int | None, generation: int = 0) -> None:
-        """The data plane appends new blocks to this segment, or to none."""
-        lib.kvfs_place_head(self._names, _NOWHERE if segment is None else segment, generation)
+    def head(self, head: int, segment: int | None, generation: int = 0) -> None:
+        """A head of the data plane appends to this segment, or to none."""
+        lib.kvfs_place_head(self._names, head, _NOWHERE if segment is None else segment, generation)
 
-    def lead(self) -> int | None:
-        """The segment that the data plane appends to; None if there is none."""
-        segment = lib.kvfs_place_lead(self._names)
+    def client_heads(self, count: int) -> None:
+        """How many heads native clients have."""
+        lib.kvfs_place_clients(self._names, count)
+
+    def lead(self, head: int = HEAD_NEW) -> int | None:
+        """The segment that a head of the data plane appends to; None if there is none."""
+        segment = lib.kvfs_place_lead(self._names, head)
         return None if segment == _NOWHERE else cast(int, segment)
 
     def supply(self, segment: int, generation: int) -> None:

@@ -20,6 +20,7 @@ import trio
 
 from kvfs._native import ffi, lib
 from kvfs.cgroup import threads_told
+from kvfs.connections import Connections
 from kvfs.errors import KvfsError, NamesFullError
 from kvfs.frames import Frames
 from kvfs.held import HeldMount
@@ -83,6 +84,7 @@ class EventType(IntEnum):
     OVERTAKEN = 16
     PINNED = 17
     LINGERS = 18
+    RESERVED = 19
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +290,7 @@ class Plane:
         self._record = ffi.new("uint8_t[]", RECORD_CAPACITY)
         self._table = lib.kvfs_plane_table(self._plane)
         self.names = Names(lib.kvfs_plane_names(self._plane), self._plane)
-        self.frames = Frames(self._plane)
+        self.frames, self.connections = Frames(self._plane), Connections(self._plane)
         self.uses, self.held, self.listings = Uses(self._plane), HeldMount(self._plane), Listings(self._plane)
         # The names of other nodes, once join() was called.
         self.pod: PodMap | None = None

@@ -37,6 +37,7 @@ HEADERS = [
     "kvfs_plane.h",
     "kvfs_wire.h",
     "kvfs_frames.h",
+    "kvfs_clients.h",
     "kvfs.h",
     "kvfs_gpu.h",
     "kvfs_replay.h",

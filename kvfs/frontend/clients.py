@@ -2,9 +2,11 @@
 (native/include/kvfs_wire.h).
 
 A client gets the block table and the devices, and then reads by itself. Afterwards it asks only for changes, and for
-facts that the table does not hold. Clients are root, the daemon's user, and the members of the daemon's group. Even so
-every size, count and name is checked (I18), and a violation ends that client's connection and nothing else. Knows
-requests and answers; their meaning for blocks is known to the namespace and the reservations.
+facts that the table does not hold. Those requests the data plane reads, and answers if it can
+(native/include/kvfs_clients.h); here are the welcome and the others. Clients are root, the daemon's user, and the
+members of the daemon's group. Even so every size, count and name is checked (I18), and a violation ends that client's
+connection and nothing else. Knows requests and answers; their meaning for blocks is known to the namespace and the
+reservations.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ import os
 import socket
 import struct
 import termios
+import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -24,34 +28,19 @@ from functools import partial
 
 import trio
 
+from kvfs.connections import Connections, Handed
 from kvfs.descriptors import reason
 from kvfs.errors import KvfsError
-from kvfs.frames import FrameError, Next, Shards
-from kvfs.frontend import listing, wire
+from kvfs.frames import FrameError, HolderPages, Next, Shards
+from kvfs.frontend import wire
 from kvfs.frontend.foreign import ForeignRequests, OtherNodes
 from kvfs.frontend.listing import Listing, directory_at
-from kvfs.frontend.told import BLOCK_COST, REPORTED, TOTALS, Report
-from kvfs.frontend.users import CHECKS_MAX, CHECKS_OF_USER_MAX, MEMORY_OF_CONNECTION, Room, User, Users
-from kvfs.frontend.wire import (
-    DIRECTORIES_MAX,
-    FDS_MAX,
-    ITEMS_MAX,
-    MAGIC,
-    VERSIONS,
-    Flags,
-    Path,
-    Peer,
-    RefusedError,
-    Type,
-    Violation,
-    parse_end,
-    parse_table,
-    parse_where,
-)
+from kvfs.frontend.told import REPORTED, TOTALS, Report
+from kvfs.frontend.users import CHECKS_MAX, CHECKS_OF_USER_MAX, User, Users
+from kvfs.frontend.wire import VERSIONS, Flags, Path, Peer, RefusedError, Type, Violation
 from kvfs.lent import Part
 from kvfs.namespace.files import Namespace
 from kvfs.plane import FEED_SIZE
-from kvfs.podmap import FOREIGN_BLOCK_SIZE
 from kvfs.store.leases import Lessee
 from kvfs.store.reservations import RESERVATION_MS, Holder
 from kvfs.store.store import Store
@@ -71,9 +60,6 @@ _CHECKING_MAX = 4
 _OPENING_MAX = 4
 _ASKING_MAX = 16
 _RECEIVE_SIZE = 1 << 16
-# Memory of a request that is answered, beside its bytes; and of an item of RESERVE in its answer.
-_REQUEST_SIZE = 16 << 10
-_RESERVED_SIZE = 512
 # Descriptors of the feed that were sent on a connection and not taken.
 _HANDED_MAX = 8
 # Namespaces whose directories of keys one connection remembers.
@@ -102,10 +88,13 @@ class Clients:
         self._store, self._namespace, self._feed_size = store, namespace, feed_size
         self.read_only, self.outlived = read_only, outlived
         self._connections: set[_Connection] = set()
+        # Those whose sockets are the data plane's, by its numbers.
+        self._served: dict[int, _Connection] = {}
+        self._told_fd = -1  # readable while the data plane has left something
         self._subscribed: set[_Connection] = set()
         self._users = Users(len(store.config.devices), store.blocks.shares.is_exempt)
         self._base = [0] * len(REPORTED)
-        self._ending = False
+        self.ending = False
         podmap = store.plane.pod
         # A pool of one node has no such requests: None.
         self.foreign = (
@@ -118,8 +107,52 @@ class Clients:
         self._layout: bytes | None = None
 
     async def run(self) -> None:
-        """Let users have their turns. Until cancelled."""
-        await self._users.run()
+        """Let users have their turns, and hear the data plane. Until cancelled, and until it has let go of all
+        sockets."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._users.run)
+            try:
+                while True:
+                    await self._hear()
+            finally:
+                self.ending = True
+                self.hang_up()
+                with trio.CancelScope(shield=True):
+                    while self._served:
+                        await self._hear()
+                nursery.cancel_scope.cancel()
+
+    async def _hear(self) -> None:
+        """Take what the data plane has left."""
+        door = self._start()
+        await trio.lowlevel.wait_readable(self._told_fd)
+        while frames := door.take():
+            for frame in frames:
+                connection = self._served.get(frame.client)
+                if frame.ended:
+                    del self._served[frame.client]
+                if connection is None:
+                    frame.drop()
+                    continue
+                try:
+                    connection.take(frame)
+                except Exception:
+                    connection.fail(frame)
+            await trio.lowlevel.checkpoint()
+
+    def _start(self) -> Connections:
+        door = self._store.plane.connections
+        if self._told_fd < 0:
+            clock_ns = int((trio.current_time() - time.monotonic()) * 1e9)
+            self._told_fd = door.start(clock_ns, RESERVATION_MS * 1_000_000)
+        return door
+
+    def begin(self, connection: _Connection, fd: int, holder: HolderPages, begun: bytes) -> int:
+        """From now on the data plane reads and writes its socket. Returns its number there."""
+        uid, version, writable = connection.peer.uid, connection.version, connection.writable
+        number = self._start().serve(fd, uid, version, writable, holder, begun)
+        self._served[number] = connection
+        return number
 
     async def serve(self, stream: trio.SocketStream, begun: bytes, peer: Peer) -> None:
         """Serve one connection that has begun with these bytes, until it ends. The stream stays the caller's."""
@@ -139,7 +172,7 @@ class Clients:
     async def _serve(self, connection: _Connection) -> None:
         try:
             read_only = await connection.hello()
-            if self._ending:
+            if self.ending:
                 raise RefusedError(errno.ENOTCONN, "the pool is being unmounted")
             connection.enter(self._users)
             self._connections.add(connection)
@@ -151,7 +184,7 @@ class Clients:
 
     async def close(self, *, stays: bool = False) -> None:
         """Hang up, and serve no new client. All get the end, unless the mount stays for a daemon."""
-        self._ending = True
+        self.ending = True
         if stays:
             return self.hang_up()
         async with trio.open_nursery() as nursery:
@@ -227,24 +260,26 @@ class _Connection:
         self._now = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, fileno=self._socket.fileno())
         self._data = bytearray(begun)
         self._sending = trio.Lock()
-        self._writable = False
+        self.writable = False
         self._timeout_s = 0.0
         # The client's: as its hello says.
         self.version = VERSIONS[-1]
         self._holder: Holder
         self._lessee: Lessee
         self._nursery: trio.Nursery
-        self._scope = trio.CancelScope()
+        # In the data plane; 0: its socket is not that one's.
+        self._number = 0
+        self._hung_up = False
+        self._ended = trio.Event()
+        self._breach = ""
+        # Frames without an answer that wait for a turn; frames with one that came behind them wait for `quiet`.
+        self._heard: deque[Handed] = deque()
+        self._quiet = trio.Event()
+        self._quiet.set()
         self.peer = peer
         self.report = Report()
         self.user: User | None = None
-        self.room = Room(MEMORY_OF_CONNECTION)
-        self.unread_since: float | None = None
         self._handed = 0
-        # Of the frame whose bytes come first: its deadline, its head, and whether it is counted.
-        self._until = float("inf")
-        self._head: _Head | None = None
-        self._counted = False
         # Directories of keys, by base and namespace. All were found since as many moves and removals of directories as
         # there have been.
         self._spaces: dict[tuple[InodeNumber, bytes], Shards] = {}
@@ -290,17 +325,13 @@ class _Connection:
             self._sending.release()
 
     async def _send(self, *parts: bytes) -> None:
-        self.unread_since = trio.current_time()
-        try:
-            with trio.fail_after(FRAME_TIMEOUT_S):
-                sent = await self._socket.sendmsg(parts)
-                for part in parts:
-                    left = memoryview(part)[sent:]
-                    sent = max(0, sent - len(part))
-                    while left:
-                        left = left[await self._socket.send(left) :]
-        finally:
-            self.unread_since = None
+        with trio.fail_after(FRAME_TIMEOUT_S):
+            sent = await self._socket.sendmsg(parts)
+            for part in parts:
+                left = memoryview(part)[sent:]
+                sent = max(0, sent - len(part))
+                while left:
+                    left = left[await self._socket.send(left) :]
 
     async def _hand(self, frame: bytes, open_: Callable[[], Awaitable[list[int]]]) -> None:
         """Send a short frame with descriptors. They are not open while the peer is waited for."""
@@ -321,13 +352,19 @@ class _Connection:
             await self._send(frame)
 
     def hang_up(self) -> None:
-        self._scope.cancel()
+        self._hung_up = True
+        if self._number:
+            self._store.plane.connections.end(self._number)
 
     async def close(self) -> None:
+        """Hang up, once the client has got the end."""
+        if self._number:
+            self._store.plane.connections.end(self._number, tell=True)
+            return await self._ended.wait()
         with trio.move_on_after(CLOSE_TIMEOUT_S), suppress(OSError, trio.BusyResourceError, trio.ClosedResourceError):
             async with self._sending:
                 await self._send(wire.FRAME.pack(0, Type.CLOSE, 0, 0, 0))
-        self._scope.cancel()
+        self.hang_up()
 
     # ---- the beginning ----
 
@@ -337,7 +374,7 @@ class _Connection:
             raise Violation("hung up before its hello was whole")
         magic, version, flags = wire.HELLO.unpack_from(self._data)
         del self._data[: wire.HELLO.size]
-        assert magic == MAGIC
+        assert magic == wire.MAGIC
         if version not in VERSIONS:
             raise RefusedError(
                 errno.EPROTO,
@@ -368,9 +405,9 @@ class _Connection:
         """The answer that lets the client read by itself, and its descriptors. Raises KvfsError with the reason that it
         cannot have them."""
         store, config = self._store, self._store.config
-        self._writable = not (read_only or self._clients.read_only)
+        self.writable = not (read_only or self._clients.read_only)
         head = wire.WELCOME.pack(
-            self.version, self._writable, config.uuid.bytes, store.epoch, config.secret, config.geometry.zone_size,
+            self.version, self.writable, config.uuid.bytes, store.epoch, config.secret, config.geometry.zone_size,
             config.geometry.stripe_unit, config.geometry.stripe_width, len(store.segments.members),
             len(config.devices), RESERVATION_MS, store.plane.pod is not None, self._clients.outlived(),
         )  # fmt: skip
@@ -387,9 +424,9 @@ class _Connection:
             os.close(fd)
         await self.answer(Type.HELLO, self.peer.uid + 1 & 0xFFFFFFFF, head, layout)
         async with self._sending:
-            for at in range(0, count, FDS_MAX):
+            for at in range(0, count, wire.FDS_MAX):
                 frame = wire.FRAME.pack(0, Type.DESCRIPTORS, 0, 0, 0)
-                await self._hand(frame, partial(self._open, at, min(at + FDS_MAX, count)))
+                await self._hand(frame, partial(self._open, at, min(at + wire.FDS_MAX, count)))
 
     async def _open(self, first: int, end: int) -> list[int]:
         """Open some files of the client's own: changed flags of its descriptors change none of ours. RefusedError."""
@@ -403,7 +440,7 @@ class _Connection:
         return fds
 
     def _open_some(self, first: int, end: int, fds: list[int]) -> None:
-        mode = os.O_RDWR if self._writable else os.O_RDONLY
+        mode = os.O_RDWR if self.writable else os.O_RDONLY
         files = [(self._store.plane.table_fd(), os.O_RDONLY)]
         files += [(one.fd, mode | (os.O_DIRECT if one.direct else 0)) for one in self._store.devices]
         if self._store.plane.pod is not None:
@@ -424,127 +461,130 @@ class _Connection:
         self._holder, self._lessee = self._store.reservations.join(self.peer.uid, self.hang_up), Lessee(self.peer.uid)
         try:
             async with trio.open_nursery() as self._nursery:
-                with self._scope:
-                    await self._converse()
-                self._nursery.cancel_scope.cancel()
+                if self._hung_up or self._clients.ending:
+                    return
+                self._number = self._clients.begin(self, self._now.fileno(), self._holder.told, bytes(self._data))
+                self._data.clear()
+                try:
+                    await self._ended.wait()
+                finally:
+                    # The socket is the data plane's until this end.
+                    if not self._ended.is_set():
+                        self._store.plane.connections.end(self._number)
+                    with trio.CancelScope(shield=True):
+                        await self._ended.wait()
+                    self._nursery.cancel_scope.cancel()
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
         finally:
             self._store.leases.leave(self._lessee)
             self._store.reservations.take_back_all(self._holder)
+        if self._breach:
+            raise Violation(self._breach)
 
-    async def _converse(self) -> None:
-        """Take frames until the peer hangs up. Answers are made side by side: a reservation that waits for room needs
+    def take(self, frame: Handed) -> None:
+        """Handle a frame, or have it handled. Answers are made side by side: a reservation that waits for room needs
         the commit behind it."""
-        user = self._owner
-        while True:
-            if not self._is_whole():
-                with trio.fail_at(self._until if self._data else float("inf")):
-                    await trio.lowlevel.wait_readable(self._now)
-            await user.begin()
-            try:
-                if not self._is_whole() and not self._receive():
-                    return
-                while self._is_whole() and self._is_counted():
-                    self._take()
-                    if user.is_over:
-                        break
-            finally:
-                user.end()
-            # Room for a frame before the rest of it is received, and for its answer before the work.
-            if self._head is not None and not self._is_counted():
-                await user.keep(self, self._head.cost)
-                self._counted = True
-                self._until = trio.current_time() + FRAME_TIMEOUT_S
-
-    def _receive(self) -> bool:
-        """Take in what is there. Returns False at the end. As wire.receive(), without a wait."""
-        wanted = 0 if self._head is None else wire.FRAME.size + self._head.size - len(self._data)
-        with suppress(BlockingIOError):
-            piece, _, flags, _ = self._now.recvmsg(max(_RECEIVE_SIZE, wanted), 0, socket.MSG_PEEK)
-            if flags & socket.MSG_CTRUNC:
-                raise Violation("sent a descriptor")
-            if not piece:
-                return False
-            if not self._data:
-                self._until = trio.current_time() + FRAME_TIMEOUT_S
-            self._data += self._now.recv(len(piece))
-        return True
-
-    def _is_whole(self) -> bool:
-        """Whether a frame is there. Its head is looked at as soon as that is."""
-        there = len(self._data) - wire.FRAME.size
-        if self._head is None and there >= 0:
-            size, kind, reserved, status, id_ = wire.FRAME.unpack_from(self._data)
-            entry = _REQUESTS.get(kind)
-            if entry is None or reserved or status or size > entry.size_max:
-                raise Violation(
-                    f"a frame of type {kind} with {size} bytes and status {status}, in version {self.version}"
-                )
-            # The count of items is needed, where there is one.
-            if there >= min(size, wire.WHERE.size):
-                begun = bytes(self._data[wire.FRAME.size : wire.FRAME.size + wire.WHERE.size])
-                self._head = _Head(entry, Type(kind), id_, size, entry.cost(size, begun))
-        return self._head is not None and there >= self._head.size
-
-    def _is_counted(self) -> bool:
-        """Whether the frame's bytes and its answer's are counted. They are if there is room."""
-        assert self._head is not None
-        if not self._counted:
-            self._counted = self._owner.keep_nowait(self, self._head.cost)
-        return self._counted
-
-    def _take(self) -> None:
-        """Handle a frame that is whole and counted, or have it handled."""
-        head, self._head, self._counted = self._head, None, False
-        assert head is not None
-        end = wire.FRAME.size + head.size
-        payload = bytes(memoryview(self._data)[wire.FRAME.size : end])
-        del self._data[:end]
-        self._until = trio.current_time() + FRAME_TIMEOUT_S
-        if head.entry.handle is not None:
-            self._nursery.start_soon(self._answer, head, head.entry.handle, payload)
+        if frame.ended:
+            self._number, self._breach = 0, self._breach or frame.payload.decode(errors="replace")
+            frame.drop()
+            self._ended.set()
             return
-        assert head.entry.hear is not None
-        try:
-            with suppress(KvfsError), self._breaches(head.kind, payload):
-                head.entry.hear(self, payload)
-        finally:
-            self._owner.change(self, -head.cost)
+        if frame.commit is not None:  # before any wait: the client may be gone after it
+            frame.replaced = self._store.reservations.take_in(self._holder, frame.commit)
+        request = _REQUESTS[frame.kind]
+        if self._breach:
+            frame.drop()
+            return
+        if request.handle is not None:
+            self._nursery.start_soon(self._answer, frame, request, request.handle)
+            return
+        self._heard.append(frame)
+        if len(self._heard) == 1:
+            if self._owner.may_begin:
+                self._owner.begin_now()
+                self._listen()
+            if self._heard:
+                self._quiet = trio.Event()
+                self._nursery.start_soon(self._listen_on)
 
-    async def _answer(self, head: _Head, handle: Handler, payload: bytes) -> None:
-        answer: bytes | _Handing
-        user, kept = self._owner, head.cost
+    def _listen(self) -> None:
+        """In a turn of the user's, which it ends: frames without an answer, in the order in which they came."""
+        user = self._owner
         try:
+            while self._heard and not user.is_over:
+                frame = self._heard.popleft()
+                hear = _REQUESTS[frame.kind].hear
+                assert hear is not None
+                try:
+                    with suppress(KvfsError), self._breaches(frame.kind, frame.payload):
+                        hear(self, frame.payload)
+                except Violation as violation:
+                    self._break(str(violation))
+                finally:
+                    frame.drop()
+        finally:
+            user.end()
+
+    def _break(self, rule: str) -> None:
+        """The client has broken a rule: nothing more of it is heard."""
+        self._breach = rule
+        self.hang_up()
+        while self._heard:
+            self._heard.popleft().drop()
+
+    def fail(self, frame: Handed) -> None:
+        """What failed at this frame, without a wait, ends this connection and no other."""
+        log.exception("native client, pid %d of user %d", self.peer.pid, self.peer.uid)
+        self._break(f"the daemon has failed at a frame of type {frame.kind}")
+        frame.drop()
+
+    async def _listen_on(self) -> None:
+        try:
+            while self._heard:
+                await self._owner.begin()
+                self._listen()
+        finally:
+            while self._heard:
+                self._heard.popleft().drop()
+            self._quiet.set()
+
+    async def _go_on(self, frame: Handed) -> None:
+        """With a RESERVE or COMMIT that is under way."""
+        reservations, left_s = self._store.reservations, self._timeout_s * _HEARD
+        if frame.reserve is not None:
+            await reservations.reserve_on(self._holder, frame.reserve, frame.next, left_s, self._pause)
+        elif frame.commit is not None:
+            assert frame.next is not None
+            make_way = self._namespace.make_way
+            told = reservations.commit_on(self._holder, frame.commit, frame.next, make_way, left_s, self._pause)
+            if await told or frame.replaced:
+                await self._tell_hosts()
+
+    async def _answer(self, frame: Handed, request: _Request, handle: Handler) -> None:
+        user = self._owner
+        answer: bytes | _Handing | None
+        try:
+            await self._quiet.wait()
             await user.begin()
             try:
-                if head.entry.writes and not self._writable:
+                if request.writes and not self.writable:
                     pool, own = "the pool is mounted read-only", "this client is connected for reading only"
                     raise RefusedError(errno.EROFS, pool if self._clients.read_only else own)
-                with self._breaches(head.kind, payload):
-                    answer, status = await handle(self, payload), 0
+                with self._breaches(frame.kind, frame.payload):
+                    answer = None if frame.under_way else await handle(self, frame.payload)
+                    await self._go_on(frame)
+                    status = 0
             except KvfsError as error:
                 answer, status = _message(error), -(error.errno or errno.EIO)
             finally:
                 user.end()
-            size = _REQUEST_SIZE + (0 if isinstance(answer, _Handing) else len(answer))
-            user.change(self, size - kept)
-            kept = size
-            del payload
             if isinstance(answer, _Handing):
-                await self._answer_handing(head, answer)
+                frame.answer(answer.payload, fd=answer.fd)
             else:
-                await self.answer(head.kind, head.id_, answer, status=status)
+                frame.answer(answer, status)
         finally:
-            user.change(self, -kept)
-
-    async def _answer_handing(self, head: _Head, answer: _Handing) -> None:
-        async def open_() -> list[int]:
-            return [_reopen(answer.fd, os.O_RDONLY)]
-
-        frame = wire.FRAME.pack(len(answer.payload), head.kind, 0, 0, head.id_) + answer.payload
-        async with self._sending:
-            await self._hand(frame, open_)
+            frame.drop()
 
     @staticmethod
     @contextmanager
@@ -558,12 +598,12 @@ class _Connection:
             raise Violation(f"a frame of type {kind} that ends too early: {len(payload)} bytes") from error
 
     async def reserve(self, payload: bytes) -> bytes:
-        base, space, count, flags, at = parse_where(payload, Flags.TABLE | Flags.HASHES | Flags.PARENTS)
+        base, space, count, flags, at = wire.parse_where(payload, Flags.TABLE | Flags.HASHES | Flags.PARENTS)
         # All waits end in time for the answer to be heard.
         until = trio.current_time() + self._timeout_s * _HEARD
         await self._namespace.room_for_name(self._timeout_s * _HEARD)
         if flags & Flags.TABLE:
-            table, at = parse_table(payload, at)
+            table, at = wire.parse_table(payload, at)
             items = Part(payload, at)
             shards = await self._make_table(base, space, table, self._check(Type.RESERVE, items, count, flags, table))
         else:
@@ -574,6 +614,8 @@ class _Connection:
             shards = Shards(known)
             if missing:
                 await self._make(base, space, missing, known, shards)
+            if self._number and self._remembered(base, space) is known and not self._store.rebuilding:
+                self._store.plane.connections.remember(self._number, base, b"/".join(space), known)
         left_s = max(0.0, until - trio.current_time())
         return await self._store.reservations.reserve(
             self._holder, items, count, shards, self.peer.uid, left_s, flags, pause=self._pause
@@ -664,7 +706,7 @@ class _Connection:
     async def commit(self, payload: bytes) -> bytes:
         (count,) = wire.WORD.unpack_from(payload)
         items = Part(payload, wire.WORD.size)
-        if count > ITEMS_MAX:
+        if count > wire.ITEMS_MAX:
             raise Violation(f"a commit of {count} items")
         self._check(Type.COMMIT, items, count)
         answers, replaced = await self._store.reservations.commit(
@@ -681,10 +723,10 @@ class _Connection:
             await self._store.plane.notify_flush()
 
     async def delete(self, payload: bytes) -> bytes:
-        base, space, count, flags, at = parse_where(payload, Flags.TABLE)
+        base, space, count, flags, at = wire.parse_where(payload, Flags.TABLE)
         names, root = self._namespace, directory_at(self._namespace, base, space)
         if flags & Flags.TABLE:
-            table, at = parse_table(payload, at)
+            table, at = wire.parse_table(payload, at)
             items, shards = Part(payload, at), Shards()
             for number in self._check(Type.DELETE, items, count, flags, table):
                 shards[number].directory = directory_at(names, root, table[number]) or 0
@@ -762,28 +804,12 @@ class _Connection:
         if self._clients.may_check(self._owner, number, segment):
             self._nursery.start_soon(self._clients.check_block, self._owner, number, segment)
 
-    def hits(self, payload: bytes) -> None:
-        self._use(payload, found=True)
-
-    def touch(self, payload: bytes) -> None:
-        self._use(payload, found=False)
-
-    def _use(self, payload: bytes, *, found: bool) -> None:
-        reads = self._owner.told.reads
-        inodes, left = _inodes(payload), reads.left(trio.current_time())
-        reads.take(self._store.plane.uses.told(inodes, left, BLOCK_COST, found=found))
-
-    def done(self, payload: bytes) -> None:
-        self._store.plane.uses.done(_inodes(payload))
-
     def foreign(self, payload: bytes) -> None:
-        reads, cost = self._owner.told.reads, len(payload) // FOREIGN_BLOCK_SIZE * BLOCK_COST
-        if self._clients.foreign is not None and cost <= reads.left(trio.current_time()):
-            reads.take(cost)
+        if self._clients.foreign is not None:
             self._clients.foreign.note(payload)
 
     async def fresh(self, payload: bytes) -> bytes:
-        parse_end(payload, 0)
+        wire.parse_end(payload, 0)
         if self._clients.foreign is not None:
             async with self._owner.asking, self._clients.asking:
                 await self._clients.foreign.fresh()
@@ -821,54 +847,26 @@ Hearer = Callable[[_Connection, bytes], None]
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    size_max: int
     handle: Handler | None = None
     hear: Hearer | None = None
     writes: bool = False
-    # Bytes of an item's answer, at most or as is usual. The count of items is in struct wire_where.
-    item_size: int = 0
-
-    def cost(self, size: int, begun: bytes) -> int:
-        """Bytes that such a frame keeps, with its answer. begun: of the payload."""
-        if self.handle is None:
-            return size
-        count = wire.WHERE.unpack(begun)[3] if self.item_size and len(begun) == wire.WHERE.size else 0
-        return _REQUEST_SIZE + size + min(count, ITEMS_MAX) * self.item_size
 
 
-@dataclass(frozen=True, slots=True)
-class _Head:
-    """Of a frame."""
-
-    entry: _Request
-    kind: Type
-    id_: int
-    size: int
-    cost: int
-
-
-_TABLE_MAX = wire.WORD.size + DIRECTORIES_MAX * (wire.WORD.size + wire.SPACE_MAX + 1)
-_NAMES_MAX = wire.WHERE.size + wire.SPACE_MAX + 1 + _TABLE_MAX + ITEMS_MAX * (wire.RESERVE.size + wire.WORD.size + 256)
-_LIST_MAX = wire.WHERE.size + wire.SPACE_MAX + 1 + 8 + 512
-_LEASE_MAX = wire.LEASE.size + 8 * ITEMS_MAX
-_COMMIT_MAX = wire.WORD.size + ITEMS_MAX * wire.COMMIT.size
+# The data plane's thread lets no other through, and none that is too large.
 _REQUESTS = {
-    int(Type.RESERVE): _Request(_NAMES_MAX, _Connection.reserve, writes=True, item_size=_RESERVED_SIZE),
-    int(Type.COMMIT): _Request(_COMMIT_MAX, _Connection.commit, writes=True),
-    int(Type.DELETE): _Request(_NAMES_MAX, _Connection.delete, writes=True),
-    int(Type.LIST): _Request(_LIST_MAX, _Connection.list_, item_size=listing.LONG_KEY_MAX),
-    int(Type.LOOKUP): _Request(wire.WORDS.size + 256, _Connection.lookup),
-    int(Type.EVENTS): _Request(wire.EVENTS.size, _Connection.events),
-    int(Type.BAD_BLOCK): _Request(wire.WORDS.size, hear=_Connection.bad_block),
-    int(Type.HITS): _Request(8 * ITEMS_MAX, hear=_Connection.hits),
-    int(Type.TOUCH): _Request(8 * ITEMS_MAX, hear=_Connection.touch),
-    int(Type.DONE): _Request(8 * ITEMS_MAX, hear=_Connection.done),
-    int(Type.FOREIGN): _Request(8 + ITEMS_MAX * FOREIGN_BLOCK_SIZE, hear=_Connection.foreign),
-    int(Type.FOREIGN_LEASE): _Request(wire.LEASE.size + FOREIGN_BLOCK_SIZE * ITEMS_MAX, _Connection.foreign_lease),
-    int(Type.FRESH): _Request(0, _Connection.fresh),
-    int(Type.LEASE): _Request(_LEASE_MAX, _Connection.lease),
-    int(Type.RELEASE): _Request(wire.WORD.size, _Connection.release),
-    int(Type.REPORT): _Request(8 * 64, hear=_Connection.hear_report),
+    int(Type.RESERVE): _Request(_Connection.reserve, writes=True),
+    int(Type.COMMIT): _Request(_Connection.commit, writes=True),
+    int(Type.DELETE): _Request(_Connection.delete, writes=True),
+    int(Type.LIST): _Request(_Connection.list_),
+    int(Type.LOOKUP): _Request(_Connection.lookup),
+    int(Type.EVENTS): _Request(_Connection.events),
+    int(Type.BAD_BLOCK): _Request(hear=_Connection.bad_block),
+    int(Type.FOREIGN): _Request(hear=_Connection.foreign),
+    int(Type.FOREIGN_LEASE): _Request(_Connection.foreign_lease),
+    int(Type.FRESH): _Request(_Connection.fresh),
+    int(Type.LEASE): _Request(_Connection.lease),
+    int(Type.RELEASE): _Request(_Connection.release),
+    int(Type.REPORT): _Request(hear=_Connection.hear_report),
 }
 
 
@@ -878,14 +876,6 @@ async def _acquire(lock: trio.Lock) -> None:
         lock.acquire_nowait()
     except trio.WouldBlock:
         await lock.acquire()
-
-
-def _inodes(payload: bytes) -> array.array[int]:
-    numbers = array.array("Q")
-    if len(payload) % numbers.itemsize:
-        raise Violation(f"inodes in {len(payload)} bytes")
-    numbers.frombytes(payload)
-    return numbers
 
 
 def _message(error: KvfsError) -> bytes:

@@ -1,7 +1,7 @@
-"""Reads that native clients report, as far as they are possible: the daemon did not see them.
+"""Totals of reads that native clients report, as far as they are possible: the daemon did not see them.
 
-Uses order eviction, and totals go into the status. So both are bounded by the devices' rate in that time. Devices are
-not measured: the bounds fit a fast one.
+They go into the status, and are bounded by the devices' rate in that time. Devices are not measured: the bounds fit a
+fast one. Uses, which order eviction, have a bound of the same kind (native/src/frames/answer.c).
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from collections.abc import Sequence
 
 from kvfs._native import ffi
 
-# One device's, in a second: bytes, and what one block costs beside its own.
+# One device's, in a second.
 DEVICE_BYTES_S = 8 << 30
-BLOCK_COST = 16 << 10
-# Uses and totals are told once a second, or later by a client that is slow.
+# Totals are told once a second, or later by a client that is slow.
 TOGETHER_S = 2.0
 # Anything that is counted, in a second of one user's clients.
 _COUNT_S = 100_000_000
@@ -46,11 +45,10 @@ class Credit:
 
 
 class Told:
-    """Bytes that one user may have read, and the totals that its clients may report."""
+    """The totals that one user's clients may report."""
 
     def __init__(self, device_count: int) -> None:
         bytes_s = DEVICE_BYTES_S * max(1, device_count)
-        self.reads = Credit(bytes_s)
         self.totals = [Credit(bytes_s if name.endswith("_bytes") else _COUNT_S) for name in REPORTED[:TOTALS]]
 
 

@@ -2,8 +2,8 @@
 whatever it says there.
 
 The daemon has one thread for all that Python answers. Its work for a user is cut into turns: between two of them
-everybody else's work is done that is ready. Requests and answers that are kept are counted in bytes, by connection and
-by user. A peer that does not read costs its own user nothing but that, for a while: then it is hung up on.
+everybody else's work is done that is ready. What the data plane's thread answers has turns of its own, and it bounds
+the bytes that are kept (native/include/kvfs_clients.h).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable
 from errno import EMFILE
 from time import perf_counter
-from typing import Protocol
 
 import trio
 
@@ -23,11 +22,6 @@ from kvfs.frontend.wire import RefusedError
 TURN_S = 0.001
 CONNECTIONS_MAX = 1024
 CONNECTIONS_OF_USER_MAX = 512
-# Bytes of requests and answers that are kept. A request that is alone is kept in any case.
-MEMORY_OF_USER = 64 << 20
-MEMORY_OF_CONNECTION = 16 << 20
-# When room is wanted, the peer that keeps most goes, of those that have not read for so long.
-UNREAD_S = 2.0
 # Blocks to be read again because clients call them bad; reports beyond are dropped.
 CHECKS_MAX = 16
 CHECKS_OF_USER_MAX = 4
@@ -35,48 +29,12 @@ CHECKS_OF_USER_MAX = 4
 ASKING_OF_USER_MAX = 4
 
 
-class Room:
-    """Bytes that may be kept."""
-
-    def __init__(self, size: int) -> None:
-        self._size, self.kept = size, 0
-        self._freed = trio.Event()
-
-    def has(self, size: int) -> bool:
-        return not self.kept or self.kept + size <= self._size
-
-    def take(self, size: int) -> None:
-        """There may be less room: who waits, waits longer then."""
-        self.kept += size
-
-    def give(self, size: int) -> None:
-        assert 0 <= size <= self.kept, (size, self.kept)
-        self.kept -= size
-        if size:
-            self._freed.set()
-            self._freed = trio.Event()
-
-    async def freed(self) -> None:
-        await self._freed.wait()
-
-
-class Connection(Protocol):
-    """A connection, as its user's limits see it."""
-
-    room: Room
-    # Since when the peer has been waited for to read; None: it is not.
-    unread_since: float | None
-
-    def hang_up(self) -> None: ...
-
-
 class User:
     """One user. Its callers are tasks of its connections."""
 
     def __init__(self, users: Users, uid: int) -> None:
         self.uid = uid
-        self.connections: set[Connection] = set()
-        self.room = Room(MEMORY_OF_USER)
+        self.connections: set[object] = set()
         self.checks: set[tuple[int, int]] = set()
         self.checking = trio.CapacityLimiter(1)
         self.asking = trio.CapacityLimiter(ASKING_OF_USER_MAX)
@@ -90,7 +48,7 @@ class User:
 
     async def begin(self) -> None:
         """Return when work for this user may be done. After some, end() or pause() follows."""
-        if self._waiting or self._spent_s >= TURN_S:
+        if not self.may_begin:
             turn = trio.Event()
             self._waiting.append(turn)
             try:
@@ -101,6 +59,14 @@ class User:
                 else:
                     self._waiting.remove(turn)
                 raise
+        self.begin_now()
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether begin() would return at once."""
+        return not self._waiting and self._spent_s < TURN_S
+
+    def begin_now(self) -> None:
         self._begun_s = perf_counter()
 
     def end(self) -> None:
@@ -130,45 +96,10 @@ class User:
             return True
         return False
 
-    # ---- memory ----
-
-    async def keep(self, connection: Connection, size: int) -> None:
-        """Return when this many bytes of this connection's are counted. give() takes them back."""
-        while not self.keep_nowait(connection, size):
-            own = not connection.room.has(size)
-            with trio.move_on_after(UNREAD_S) as patience:
-                await (connection.room if own else self.room).freed()
-            if patience.cancelled_caught and not own:
-                self._hang_up_on_unread()
-
-    def keep_nowait(self, connection: Connection, size: int) -> bool:
-        """Count these bytes if there is room."""
-        if not (connection.room.has(size) and self.room.has(size)):
-            return False
-        self.room.take(size)
-        connection.room.take(size)
-        return True
-
-    def change(self, connection: Connection, size: int) -> None:
-        """Keep more bytes, or fewer: it is known now."""
-        for room in (connection.room, self.room):
-            if size > 0:
-                room.take(size)
-            else:
-                room.give(-size)
-
-    def leave(self, connection: Connection) -> None:
-        """The connection has ended: nothing of it is kept."""
-        self.room.give(connection.room.kept)
-        connection.room.give(connection.room.kept)
+    def leave(self, connection: object) -> None:
+        """The connection has ended."""
         self.connections.discard(connection)
         self._users.leave(self)
-
-    def _hang_up_on_unread(self) -> None:
-        before = trio.current_time() - UNREAD_S
-        unread = [one for one in self.connections if one.unread_since is not None and one.unread_since < before]
-        if unread:
-            max(unread, key=lambda one: one.room.kept).hang_up()
 
 
 class Users:
@@ -183,7 +114,7 @@ class Users:
         self._used: dict[User, None] = {}
         self._busy = trio.Event()
 
-    def enter(self, connection: Connection, uid: int) -> User:
+    def enter(self, connection: object, uid: int) -> User:
         """Whose connection it is. RefusedError: there are too many. One user leaves as many to all others as it has."""
         self._forget()
         user = self._users.get(uid) or self._gone.get(uid) or User(self, uid)

@@ -57,10 +57,11 @@ HELLO, PATIENCE = layout("wire_hello", slice(3)), layout("wire_hello", slice(3, 
 FRAME = layout("wire_frame")
 WELCOME = layout("wire_welcome")
 WHERE = layout("wire_where")
-RESERVE = layout("wire_reserve")
-COMMIT = layout("wire_commit")
 WORD = struct.Struct("<Q")
 WORDS = struct.Struct("<QQ")
+# The data plane reads these two.
+RESERVE = layout("wire_reserve")
+COMMIT = layout("wire_commit")
 LEASE = layout("wire_lease")
 EVENTS = layout("wire_events")
 FEED = layout("wire_feed")

@@ -306,7 +306,7 @@ class Blocks:
     def _removed(self, inode: Inode, kept: int) -> None:
         self.index.note_removed(inode)
         if inode.kind == Kind.DIRECTORY:
-            self.directory_removals += 1
+            self.directory_gone()
             if not kept and self.bringing.directories is not None:
                 self.bringing.directories.directory_removed(inode)
         elif inode.sealed and not kept:
@@ -350,8 +350,14 @@ class Blocks:
     def _directory_changed(self, number: InodeNumber) -> None:
         """Summaries of blocks below it must say so."""
         self.directory_moves += 1
+        self.plane.frames.directories_changed(moved=True)
         self._moved_directories.append(number)
         self._directory_moved.set()
+
+    def directory_gone(self) -> None:
+        """A directory was removed, or lost its name. Within the step."""
+        self.directory_removals += 1
+        self.plane.frames.directories_changed(moved=False)
 
     async def follow_moves(self) -> None:
         """Mark the summaries that name blocks below a directory that was renamed. Until cancelled."""

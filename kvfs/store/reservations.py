@@ -12,14 +12,15 @@ its version is lower than the version of the inode that stays. A block may repla
 risen above its own (attributes changed, a rewrite). It enters with a new version. Its header has the old one, so the
 commit is answered when the index is durable.
 
-The table and the rules are C's (native/src/content/reserve.c, commit.c), one call for 64 blocks. Here are the waits:
-for places that no open segment has, for others' pages, for expiry, and until a commit is safe.
+The table and the rules are C's (native/src/content/reserve.c, commit.c), one call for 64 blocks; what needs no wait its
+thread does alone (native/src/frames/answer.c). Here are the waits: for places that no open segment has, for others'
+pages, for expiry, and until a commit is safe.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,14 +29,13 @@ from errno import EIO, ENOTCONN
 import trio
 
 from kvfs.errors import KvfsError, NoSpaceError
-from kvfs.frames import NOWHERE, Commit, HolderPages, Next, Reserve, RunFields, Shards
+from kvfs.frames import Commit, HolderPages, Next, Reserve, RunFields, Shards
 from kvfs.lent import Part
-from kvfs.names import NamesError, step
+from kvfs.names import NamesError
 from kvfs.plane import Run
 from kvfs.pool.format import Stream
 from kvfs.record import Inode
 from kvfs.store.blocks import Blocks
-from kvfs.store.segment import Head
 from kvfs.store.segments import LATE_WRITES_S, SPACE_TIMEOUT_S
 from kvfs.store.shares import RESERVED, ROOT, name_of
 from kvfs.types import PAGE_SIZE, InodeNumber, SegmentIndex
@@ -98,13 +98,12 @@ class Reservations:
         self._segments, self._index, self._blocks, self._shares = blocks.segments, blocks.index, blocks, blocks.shares
         self._frames, self.names = blocks.plane.frames, blocks.names
         self.pages = 0
-        # Pages that nobody can commit, where late writes may land: until when, whose, how many. They count as reserved,
-        # for their segments are nobody else's. By user with those of clients that have not said yet that none can land.
+        # Pages of clients that are gone, where late writes may land: until when, whose, how many. They count as
+        # reserved, for their segments are nobody else's.
         self._resting: deque[tuple[float, int, int]] = deque()
-        self._resting_of: Counter[int] = Counter()
+        self._frames.limit(len(self._segments.own) * self._segments.area // _SHARE, _OPEN_MAX)
         # Those that are gone as long as something of theirs is not buried.
-        self._holders: set[Holder] = set()
-        self._clients_of: Counter[int] = Counter()  # connected
+        self._holders: dict[HolderPages, Holder] = {}
         self._work = trio.Event()
         self._idle = False  # run() knows of nothing that will expire
         self._released = trio.Event()
@@ -113,25 +112,31 @@ class Reservations:
 
     def join(self, user: int = ROOT, hang_up: Callable[[], None] = _nobody) -> Holder:
         """`hang_up`: has take_back_all() called soon."""
-        holder = Holder(self._frames.join(), user, hang_up)
-        self._holders.add(holder)
-        self._clients_of[user] += 1
+        holder = Holder(self._frames.join(user), user, hang_up)
+        self._holders[holder.told] = holder
         return holder
 
     def take_back_all(self, holder: Holder) -> None:
         """The client is gone: everything it has not committed is taken back."""
         if not holder.left:
             holder.left = True
-            self._clients_of[holder.user] -= 1
-            if not self._clients_of[holder.user]:
-                del self._clients_of[holder.user]
             self._frames.leave(holder.told)
             self._look(holder)
             self._work.set()
 
+    def look(self) -> None:
+        """Take in what the data plane did for clients by itself."""
+        while (told := self._frames.changed()) is not None:
+            self._look(self._holders[told])
+        self._work.set()
+
     def _look(self, holder: Holder) -> None:
         """After each call for one of this client's frames, with no await between: take in what it did."""
-        self._segments.take_notes()
+        with self.names:
+            self._segments.take_notes()
+            self._count(holder)
+
+    def _count(self, holder: Holder) -> None:
         told = holder.told
         change, late, rested = (
             told.pages - holder.charged, told.late_pages - holder.late, told.rested_pages - holder.rested
@@ -141,45 +146,29 @@ class Reservations:
             self._resting.append((trio.current_time() + LATE_WRITES_S, holder.user, rested))
         if change or late or rested:
             self.pages += change
-            self._rest(holder.user, late + rested)
+            self._reserved()
             self._shares.add(RESERVED, holder.user, (change + late + rested) * PAGE_SIZE)
         if change < 0 or late < 0:
             self._wake()
-        if holder.left and not told.count and holder in self._holders:
-            self._holders.discard(holder)
+        if holder.left and not told.count and told in self._holders:
+            del self._holders[told]
             self._frames.free(told)
 
-    def _rest(self, user: int, pages: int) -> None:
-        """So many more of the user's count, or less, that nobody can commit."""
-        self._resting_of[user] += pages
-        if not self._resting_of[user]:
-            del self._resting_of[user]
-        self._blocks.space.reserved_pages = self.pages + self._resting_of.total()
+    def _reserved(self) -> None:
+        totals = self._frames.totals()
+        self._blocks.space.reserved_pages = totals.pages + totals.resting
 
     def _end_rests(self) -> None:
         """Late writes of clients that are gone cannot land any more where these were."""
         ended = False
         while self._resting and self._resting[0][0] <= trio.current_time():
             _, user, pages = self._resting.popleft()
-            self._rest(user, -pages)
+            self._frames.rested(user, pages)
+            self._reserved()
             self._shares.add(RESERVED, user, -pages * PAGE_SIZE)
             ended = True
         if ended:
             self._wake()
-
-    def _limits(self, user: int, share: int) -> tuple[int, int]:
-        """Pages that this user may reserve at one time, exempt or not, and that rest, as they count for it.
-
-        A user has all of the share if no other has clients. Beside others it has half, and what rests counts for it up
-        to the other half. So nobody waits for what one user holds, nor for what it has left. A user with pages that
-        rest has half too: else it takes all segments by reserving again and again. If more than the share rests, as of
-        several users, all of it counts."""
-        resting = self._resting_of.total()
-        counted = resting if resting > share else min(resting, share // 2)
-        if user not in self._resting_of and self._clients_of.keys() <= {user}:
-            return share, counted
-        own = self._shares.held_as(RESERVED, user) // PAGE_SIZE
-        return share // 2, max(counted, own + share // 2 - self.pages)
 
     @staticmethod
     def _check(holder: Holder) -> None:
@@ -208,42 +197,45 @@ class Reservations:
         commit of the index keeps room back.
         """
         self._check(holder)
-        begun = trio.current_time()
         with self._frames.reserve(holder.told, items, count, shards, uid, flags) as frame:
-            with trio.move_on_after(min(timeout_s, SPACE_TIMEOUT_S)) as patience, suppress(NoSpaceError, NamesError):
-                await self._reserve(holder, frame, pause)
-            if patience.cancelled_caught:
-                behind = self._segments.waits_for_commit
-                log.warning("a put found no room in %.0f s: %s", trio.current_time() - begun,
-                            "emptied segments wait for a commit of the index" if behind else "others have reserved it"
-                            if self._segments.free_count() else "no segment is free")  # fmt: skip
-                frame.told.refusal = -EIO if behind else 0
-            answer = frame.finish(_nanoseconds(trio.current_time()) + RESERVATION_MS * 1_000_000)
-            self._look(holder)
+            await self.reserve_on(holder, frame, Next.MORE, timeout_s, pause)
+            return frame.answer()
+
+    async def reserve_on(
+        self, holder: Holder, frame: Reserve, found: Next | None, timeout_s: float, pause: Pause
+    ) -> None:
+        """Go on with a RESERVE until it has its answer. found: what it has said last."""
+        begun = trio.current_time()
+        with trio.move_on_after(min(timeout_s, SPACE_TIMEOUT_S)) as patience, suppress(NoSpaceError, NamesError):
+            await self._reserve(holder, frame, found, pause)
+        if patience.cancelled_caught:
+            behind = self._segments.waits_for_commit
+            log.warning("a put found no room in %.0f s: %s", trio.current_time() - begun,
+                        "emptied segments wait for a commit of the index" if behind else "others have reserved it"
+                        if self._segments.free_count() else "no segment is free")  # fmt: skip
+            frame.told.refusal = -EIO if behind else 0
+        frame.finish(_nanoseconds(trio.current_time()) + RESERVATION_MS * 1_000_000)
+        self._look(holder)
         if self._idle:
             self._work.set()
-        return answer
 
-    async def _reserve(self, holder: Holder, frame: Reserve, pause: Pause) -> None:
-        head, told = self._segments.head(Stream.CLIENT), frame.told
-        share = told.share_pages = len(self._segments.own) * self._segments.area // _SHARE
-        told.open_max = _OPEN_MAX
+    async def _reserve(self, holder: Holder, frame: Reserve, found: Next | None, pause: Pause) -> None:
+        # There may be room since another thread found none: C looks again.
+        told, first = frame.told, found not in (Next.MORE, Next.ROOM)
+        self._shares.notify()
         while True:
             self._check(holder)
-            segment = None if head.lock.locked() else head.segment
-            told.segment, told.generation = (NOWHERE, 0) if segment is None else (segment.index, segment.generation)
-            told.room_pages = self._shares.room(holder.user) // PAGE_SIZE
-            told.own_pages, told.resting_pages = self._limits(holder.user, share)
-            told.moves = self._blocks.directory_moves
-            found = frame.go()
+            released = self._released  # before C looks: what is released behind that look ends the wait
+            found = found if first else frame.go()
+            first = False
             self._look(holder)
             if found == Next.MORE:
                 await pause()
             elif found == Next.ROOM:
-                await self._released.wait()
+                await released.wait()
                 await pause()
             elif found == Next.PLACE:
-                await self._place(holder, head, frame)
+                await self._place(holder, frame)
                 await pause()
             elif found == Next.NAMES:
                 self._index.keep_above(InodeNumber(told.parent))
@@ -251,9 +243,10 @@ class Reservations:
             else:
                 return
 
-    async def _place(self, holder: Holder, head: Head, frame: Reserve) -> None:
+    async def _place(self, holder: Holder, frame: Reserve) -> None:
         """Places that the open segment does not have: in the next one, or in several."""
         try:
+            head = self._segments.head(Stream.CLIENT)
             runs = await self._segments.allocate(head, frame.told.header_pages, frame.told.data_pages)
         except NoSpaceError:
             raise
@@ -274,26 +267,36 @@ class Reservations:
 
         When this returns a crash cannot lose a block that it said 0 for. timeout_s: for the wait for room in the table.
         """
-        replaced = full = False
-        until = trio.current_time() + timeout_s
         with self._frames.commit(holder.told, items, count) as frame:
-            found, left = Next.MORE, 0
-            while found != Next.DONE:
-                self._check(holder)
-                frame.told.moves = self._blocks.directory_moves
-                found = frame.go()
-                replaced |= self._committed(holder, frame)
-                if found == Next.NAMES and not full and not self._blocks.table_room.left():
-                    # The item may have ended meanwhile: C looks again.
-                    full = not await self._has_room(until - trio.current_time())
-                elif found == Next.NAMES:
-                    left += 1
-                    replaced |= self._enter(holder, frame, make_way)
-                if found == Next.MORE or left == _YIELD_EVERY:
-                    left = 0
-                    await pause()
-            await self._secure([_run(run) for run in frame.runs()], bool(frame.told.durable))
+            replaced = await self.commit_on(holder, frame, Next.MORE, make_way, timeout_s, pause)
             return frame.answers(), replaced
+
+    async def commit_on(
+        self, holder: Holder, frame: Commit, found: Next, make_way: MakeWay, timeout_s: float, pause: Pause
+    ) -> bool:
+        """Go on with a COMMIT until its answers are true. found: what it has said last; take_in() was called then.
+        Returns whether hosts may know what had a name before."""
+        until = trio.current_time() + timeout_s
+        replaced, full, left = False, False, 0
+        # What was said to another thread may not be true any more: C says it again.
+        found = Next.MORE if found == Next.NAMES else found
+        while found != Next.DONE:
+            self._check(holder)
+            # One step: else another thread may end the item by another COMMIT, and its record is gone.
+            with self.names:
+                found = frame.go()
+                replaced |= self.take_in(holder, frame)
+                enters = found == Next.NAMES and (full or self._blocks.table_room.left() > 0)
+                if enters:
+                    replaced |= self._enter(holder, frame, make_way)
+            left += enters
+            if found == Next.NAMES and not enters:
+                full = not await self._has_room(until - trio.current_time())
+            if found == Next.MORE or left == _YIELD_EVERY:
+                left = 0
+                await pause()
+        await self._secure([_run(run) for run in frame.runs()], bool(frame.told.durable))
+        return replaced
 
     async def _has_room(self, timeout_s: float) -> bool:
         """Wait for room in the block table."""
@@ -304,8 +307,9 @@ class Reservations:
             return False
         return True
 
-    def _committed(self, holder: Holder, frame: Commit) -> bool:
-        """As _look(). Whether hosts may know what had a name before."""
+    def take_in(self, holder: Holder, frame: Commit) -> bool:
+        """As _look(), after each call for this frame, another thread's too. Whether hosts may know what had a name
+        before."""
         self._look(holder)
         for inode in frame.lingering():
             self._blocks.linger(InodeNumber(inode))
@@ -318,9 +322,9 @@ class Reservations:
             self._work.set()
         return replaced
 
-    @step
     def _enter(self, holder: Holder, frame: Commit, make_way: MakeWay) -> bool:
-        """An item that C leaves: a name is not in memory, a device is away, or the block lies below a pin."""
+        """An item that C has left in this step: a name is not in memory, a device is away, or the block lies below a
+        pin."""
         block, error, replaced = Inode.unpack(frame.block()), 0, None
         try:
             replaced = make_way(block)
@@ -332,7 +336,7 @@ class Reservations:
             if hidden:
                 self._index.drop_hidden(hidden)
             self._blocks.entered(block, replaced)
-        return self._committed(holder, frame)
+        return self.take_in(holder, frame)
 
     async def _secure(self, runs: Sequence[Run], durable: bool) -> None:
         """Return when recovery would find the blocks that end with these runs.
@@ -363,29 +367,29 @@ class Reservations:
         """Take back what expired or was given up. Until cancelled."""
         while True:
             self._work = trio.Event()
-            self._expire()
             self._end_rests()
+            until = self._expire()
             with trio.CancelScope(shield=True):
                 buried = await self._bury()
             if buried:
                 continue
-            until = self._frames.next_expiry()
             self._idle = until is None
             rests = self._resting[0][0] if self._resting else float("inf")
             with trio.move_on_at(min(rests, self._end_late(), float("inf") if until is None else until / 1e9)):
                 await self._work.wait()
             self._idle = False
 
-    def _expire(self) -> None:
-        expired = self._frames.expire(_nanoseconds(trio.current_time()))
+    def _expire(self) -> int | None:
+        expired, until = self._frames.expire(_nanoseconds(trio.current_time()))
         if expired:
             log.warning("%d reservations of native clients were not committed within %d s: taken back",
                         expired, RESERVATION_MS // 1000)  # fmt: skip
+        return until
 
     def _end_late(self) -> float:
         """Hang up on clients that keep what expired for too long. Returns when to look again."""
         again = float("inf")
-        for holder in self._holders:
+        for holder in self._holders.values():
             since = self._frames.late_since(holder.told) if holder.late and not holder.hung_up else None
             if since is None:
                 continue
@@ -421,13 +425,13 @@ class Reservations:
                 nursery.start_soon(work)
         for number in numbers:
             self._frames.buried(number)
-        for holder in list(self._holders):
+        for holder in list(self._holders.values()):
             self._look(holder)
         return True
 
     async def close(self) -> None:
         """Take everything back. Afterwards no segment has a client's run in flight."""
-        for holder in list(self._holders):
+        for holder in list(self._holders.values()):
             self.take_back_all(holder)
         while self.pages:
             await self._released.wait()

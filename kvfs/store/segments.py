@@ -12,12 +12,13 @@ import logging
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import trio
 
 from kvfs.errors import DeviceError, FileTooLargeError, FormatError, KvfsError, NoSpaceError
 from kvfs.index.interface import Index
-from kvfs.names import Note, step
+from kvfs.names import CLIENT_HEADS, HEAD_NEW, Note, step
 from kvfs.plane import Plane, Run
 from kvfs.pool.config import PoolConfig
 from kvfs.pool.format import (
@@ -48,7 +49,6 @@ _PIECE_PAGES_MIN = 16
 _SUMMARY_WRITERS = 4
 _YIELD_EVERY = 256
 # Append points of native clients: at most so many, and one in so many segments that can be written.
-_HEADS_MAX = 4
 _SEGMENTS_A_HEAD = 48
 # Segments opened ahead, the data plane's supply: at most so many, and one in so many.
 _READY_MAX = 32
@@ -59,10 +59,6 @@ _ROTATE = 16
 LATE_WRITES_S = 10.0
 # After a start: a client of the daemon before goes on writing what it reserved, for half its time at most.
 _LENT_REST_S = 20.0
-
-
-def _nobody(segment: Segment | None) -> None:
-    pass
 
 
 def _log_impossible(segment: int, message: str) -> None:
@@ -120,13 +116,11 @@ class Segments:
         self._late: dict[SegmentIndex, float] = {}
         self._ready: deque[Segment] = deque()
         # A commit of native clients waits for what others were given before in its segments: so they have several.
-        self._heads = {
-            s: [
-                Head(s, self._lead if s == Stream.NEW else _nobody)
-                for _ in range(_HEADS_MAX if s == Stream.CLIENT else 1)
-            ]
-            for s in Stream
-        }
+        self._led = [
+            Head(Stream.CLIENT if i else Stream.NEW, partial(self._lead, HEAD_NEW + i)) for i in range(1 + CLIENT_HEADS)
+        ]
+        self._heads = {s: [Head(s, lambda _: None)] for s in Stream}
+        self._heads |= {Stream.NEW: self._led[:1], Stream.CLIENT: self._led[1:]}
         # Runs of the data plane that were not written.
         self._failed: list[Run] = []
         self._flush_lock = trio.Lock()
@@ -182,6 +176,7 @@ class Segments:
             if segment.dirty:
                 self._dirty.add(segment.index)
         self._rotate()
+        self.names.client_heads(self._head_count())
 
     def _rotate(self) -> None:
         """Let free segments that come in turn lie on different devices: those of one that is new, or back, are many."""
@@ -211,6 +206,7 @@ class Segments:
             segment.lost = segment.index in lost
             segment.avoided = segment.lost or segment.index in avoided
         self.usable = sum(not segment.avoided for segment in self.own)
+        self.names.client_heads(self._head_count())
         for number in list(self._free):
             if self.all[number].avoided:
                 self._free.remove(number)
@@ -299,9 +295,12 @@ class Segments:
                 self._look_at_settled(segment)
             if not segment.live_pages:
                 self.free_if_empty(segment)
-        if led:
-            lead = self.names.lead()
-            self._heads[Stream.NEW][0].segment = None if lead is None else self.all[lead]
+        for i, head in enumerate(self._led) if led else ():
+            lead = self.names.lead(HEAD_NEW + i)
+            # Of one that the data plane does not append to the segment is known here alone.
+            if lead is not None:
+                head.segment = self.all[lead]
+                head.segment.stream = head.stream
 
     def take_failed(self) -> list[Run]:
         """Runs of the data plane that were not written, for tombstone() and release()."""
@@ -323,12 +322,9 @@ class Segments:
         self.take_notes()
         head.on_lead(None)
 
-    def _lead(self, segment: Segment | None) -> None:
-        """The data plane appends new blocks to this segment."""
-        if segment is None:
-            self.names.head(None)
-        else:
-            self.names.head(segment.index, segment.generation)
+    def _lead(self, head: int, segment: Segment | None) -> None:
+        """The data plane appends to this segment, too."""
+        self.names.head(head, *((None, 0) if segment is None else (segment.index, segment.generation)))
 
     def changed(self, segment: Segment) -> None:
         self._changed.add(segment.index)
@@ -394,12 +390,14 @@ class Segments:
 
     def head(self, stream: Stream) -> Head:
         """Where to append what belongs together: of the stream's heads the one with least in flight."""
-        count = min(len(self._heads[stream]), max(1, self.usable // _SEGMENTS_A_HEAD))
 
         def busy(head: Head) -> tuple[bool, int]:
             return head.lock.locked(), 0 if head.segment is None else head.segment.in_flight
 
-        return min(self._heads[stream][:count], key=busy)
+        return min(self._heads[stream][: self._head_count()], key=busy)
+
+    def _head_count(self) -> int:
+        return max(1, self.usable // _SEGMENTS_A_HEAD)
 
     def _appended(self) -> list[Segment]:
         return [head.segment for heads in self._heads.values() for head in heads if head.segment is not None]
@@ -644,8 +642,10 @@ class Segments:
         if self._stopped:
             self.retire_open()
 
+    @step
     def _pick(self, keep: int) -> Segment | None:
         """Take a free segment whose device I/O has drained, clients' late writes included, leaving `keep` of them."""
+        self.take_notes()  # which have to rest
         if len(self._free) - self._late_count() <= keep or self._stopped:
             return None
         for _ in range(len(self._free)):

@@ -71,7 +71,8 @@ class Shares:
     def notify(self) -> None:
         """Tell the data plane the holdings that have changed."""
         for user in self._changed:
-            self._plane.user_hold(user, self.held(user))
+            # What is reserved is the data plane's to count.
+            self._plane.user_hold(user, self._held[PINNED][user] + self._held[SLABS][user])
         self._changed.clear()
 
     def is_exempt(self, user: int) -> bool:

@@ -479,6 +479,8 @@ class Store:
             self.pins.changed.set()
         elif event.type == EventType.PLACES:
             self._take_notes()
+        elif event.type == EventType.RESERVED:
+            self.reservations.look()
         elif event.type == EventType.DEVICE:
             self.service.note_connection(event.value, *self.plane.device_message(event.value))
         elif event.type == EventType.IDLE and self.index.hidden(event.inode) is not None:

@@ -2,8 +2,8 @@
  *
  * A reservation has a place, an inode number and a version. Until its commit nothing leads to it. Then the block enters names, table and places in
  * one step (I4), under the rules of kvfs/store/reservations.py. Frames are as in kvfs_wire.h, without their heads; every byte may be a
- * liar's. A call handles KVFS_FRAME_PART items at most, so that no thread waits long for a step. All from the one control-plane thread. 0, a count,
- * or -errno.
+ * liar's. A call handles KVFS_FRAME_PART items at most, so that no thread waits long for a step. A frame is one thread's at a time, a lease the
+ * control plane's; all else is within steps. 0, a count, or -errno.
  */
 #ifndef KVFS_FRAMES_H
 #define KVFS_FRAMES_H
@@ -29,7 +29,7 @@ int kvfs_frame_check(uint32_t type, uint32_t flags, const void *items, uint64_t 
 
 /* ---- holders ---- */
 
-/* One client. Only to be read. */
+/* One client. Only to be read, within a step. */
 struct kvfs_holder {
     uint64_t open_pages;   /* of places it may commit */
     uint64_t pages;        /* and of places taken back, and not buried yet */
@@ -38,39 +38,42 @@ struct kvfs_holder {
     uint32_t open;         /* reservations that it may commit */
     uint32_t count;        /* all that are left of it; with 0 it can be freed */
 };
-struct kvfs_holder *kvfs_holder_create(struct kvfs_plane *plane); /* NULL: no memory */
+struct kvfs_holder *kvfs_holder_create(struct kvfs_plane *plane, uint32_t uid); /* NULL: no memory */
 /* It is gone: everything that it has not committed is taken back. */
 void kvfs_holder_leave(struct kvfs_plane *plane, struct kvfs_holder *holder);
-void kvfs_holder_free(struct kvfs_holder *holder);
+void kvfs_holder_free(struct kvfs_plane *plane, struct kvfs_holder *holder);
 /* When the oldest of its reservations has expired where it may write all the same; UINT64_MAX: it has none. */
 uint64_t kvfs_holder_late(struct kvfs_plane *plane, struct kvfs_holder *holder);
 
 struct kvfs_reservation_statistics {
-    uint64_t open, pages, committed, superseded, reclaimed;
+    uint64_t open, pages, resting, committed, superseded, reclaimed;
 };
 void kvfs_reservation_statistics_get(struct kvfs_plane *plane, struct kvfs_reservation_statistics *out);
+/* The most that all clients together may have reserved, pages and reservations. A client may have half of the reservations. A user has all of the
+ * pages if no other has clients. Beside others it has half, and pages that rest count for it up to the other half. So nobody waits for what one user holds,
+ * nor for what it has left. A user with pages that rest has half too: else it takes all segments by reserving again and again. If more than the share rests, all
+ * of it counts. */
+void kvfs_reservations_limit(struct kvfs_plane *plane, uint64_t share_pages, uint32_t open_max);
+/* Late writes of clients that are gone cannot land any more in these pages of a user (rested_pages): they count for it no longer. */
+void kvfs_reservations_rested(struct kvfs_plane *plane, uint32_t uid, uint64_t pages);
+/* Directories have moved; or else one was removed, replaced, or got other attributes. Within the step of the change. */
+void kvfs_directories_changed(struct kvfs_plane *plane, int moved);
+/* One that the data plane has reserved or committed for since the last call (KVFS_EVENT_RESERVED). NULL: there is none. */
+struct kvfs_holder *kvfs_holder_changed(struct kvfs_plane *plane);
 
 /* ---- RESERVE ---- */
 
 enum kvfs_frame_next {
     KVFS_FRAME_DONE,
     KVFS_FRAME_MORE,  /* a part is done */
-    KVFS_FRAME_ROOM,  /* others hold what there is: again when a reservation has ended */
-    KVFS_FRAME_PLACE, /* the segment has no room for header_pages and data_pages: kvfs_reserve_place() */
+    KVFS_FRAME_ROOM,  /* others hold what there is: again when a reservation has ended. KVFS_EVENT_RESERVED comes at once then */
+    KVFS_FRAME_PLACE, /* no segment of clients (kvfs_place_head()) has room for header_pages and data_pages: kvfs_reserve_place() */
     KVFS_FRAME_NAMES  /* a directory from `parent` up, or a name's holder, is not in memory: again, with `loaded` */
 };
 struct kvfs_reserve {
     /* The caller's, before each call. */
-    uint64_t generation;
-    uint64_t share_pages;   /* of all reservations */
-    uint64_t own_pages;     /* of this holder's, which end with a commit that comes after this answer */
-    uint64_t resting_pages; /* and pages without a reservation, which count too: late writes may still land there */
-    uint64_t room_pages;    /* of the client's user, who may still hold this number */
-    uint64_t moves;         /* of directories so far */
-    uint32_t segment;       /* it is appended to; UINT32_MAX: none is */
-    uint32_t open_max;      /* reservations; of one holder half of that */
-    uint32_t loaded;        /* all directories from `parent` up that there are were loaded */
-    int32_t refusal;        /* for kvfs_reserve_finish(): -errno of items without an answer; 0: -ENOSPC */
+    uint32_t loaded; /* all directories from `parent` up that there are were loaded */
+    int32_t refusal; /* for kvfs_reserve_finish(): -errno of items without an answer; 0: -ENOSPC */
     /* Told. */
     uint32_t header_pages, data_pages;
     uint64_t parent;
@@ -91,10 +94,9 @@ void kvfs_reserve_end(struct kvfs_plane *plane, struct kvfs_reserve *frame); /* 
 /* ---- COMMIT ---- */
 
 struct kvfs_commit {
-    uint64_t moves;  /* the caller's, before each call: as in kvfs_reserve */
     uint64_t hidden; /* the caller's, for kvfs_commit_item(): this inode has no right to its name. The caller removes it if the block enters */
     /* Told. */
-    const void *block;      /* the record of the item that is left to the caller; valid until it is done */
+    const void *block;      /* the record of the item that is left to the caller: valid within the step of that call, as another frame may end it */
     const int64_t *answers; /* of each item: 0, or -errno */
     /* Of the blocks that entered: the last run in each segment. Without memory for them, `durable`. */
     const struct kvfs_run *runs;
@@ -109,7 +111,7 @@ struct kvfs_commit *kvfs_commit_begin(struct kvfs_holder *holder, const void *it
 /* KVFS_FRAME_DONE, KVFS_FRAME_MORE, or KVFS_FRAME_NAMES: the item is the caller's to load, and then kvfs_commit_item()'s. */
 int kvfs_commit(struct kvfs_plane *plane, struct kvfs_commit *frame);
 /* Enter the block whatever the reasons to leave it (enum kvfs_names_leave), or with an error take it back. Parent and the name's holder are in
- * memory if they exist. Returns 1: it has entered; 0: it has not. */
+ * memory if they exist. Returns 1: it has entered; 0: it has not, as where another frame has ended it meanwhile (-ETIMEDOUT). */
 int kvfs_commit_item(struct kvfs_plane *plane, struct kvfs_commit *frame, int error);
 void kvfs_commit_end(struct kvfs_commit *frame);
 
@@ -157,10 +159,9 @@ void kvfs_leased_get(struct kvfs_plane *plane, struct kvfs_leased *out);
 
 /* ---- taking back ---- */
 
-/* When the first reservation expires; UINT64_MAX: there is none. */
-uint64_t kvfs_reservations_next(struct kvfs_plane *plane);
-/* Take back what has expired by then. Returns how many. Their clients may still write there. */
-uint32_t kvfs_reservations_expire(struct kvfs_plane *plane, uint64_t now);
+/* Take back what has expired by `now`. Returns how many. Their clients may still write there. *next: when the next one expires; UINT64_MAX: there is
+ * none. */
+uint32_t kvfs_reservations_expire(struct kvfs_plane *plane, uint64_t now, uint64_t *next);
 /* One that was taken back: its number, 0 if there is none. A scan must be able to step over each of its runs; then it is buried. */
 uint64_t kvfs_reservation_returned(struct kvfs_plane *plane, const struct kvfs_run **runs, uint32_t *run_count);
 void kvfs_reservation_buried(struct kvfs_plane *plane, uint64_t number);

@@ -185,11 +185,16 @@ struct kvfs_failed_run {
     uint32_t page, page_count;
 };
 int kvfs_place_failed(struct kvfs_names *names, uint32_t segment, struct kvfs_failed_run *out);
-/* New blocks of the data plane are appended to this segment, of this generation, then to the supply's. UINT32_MAX: to none, until the next
- * call. */
-void kvfs_place_head(struct kvfs_names *names, uint32_t segment, uint64_t generation);
-/* The segment that is appended to; UINT32_MAX: none. */
-uint32_t kvfs_place_lead(struct kvfs_names *names);
+/* The data plane appends new blocks of files to head KVFS_HEAD_NEW. Those of native clients go to the heads behind it, each to that with least in
+ * flight. A head appends to its segment, of this generation, then to the supply's. UINT32_MAX: to none, until the next call. */
+#define KVFS_HEAD_NEW 0
+#define KVFS_CLIENT_HEADS 4
+#define KVFS_HEADS 5
+void kvfs_place_head(struct kvfs_names *names, uint32_t head, uint32_t segment, uint64_t generation);
+/* How many heads native clients have, KVFS_CLIENT_HEADS at most. One that appends to nothing has nothing in flight. */
+void kvfs_place_clients(struct kvfs_names *names, uint32_t count);
+/* The segment that a head appends to; UINT32_MAX: none. */
+uint32_t kvfs_place_lead(struct kvfs_names *names, uint32_t head);
 /* Open segments that are appended to next, in their order, KVFS_SUPPLY_MAX at most. -ENOSPC: there are that many. */
 #define KVFS_SUPPLY_MAX 64
 int kvfs_place_supply(struct kvfs_names *names, uint32_t segment, uint64_t generation);

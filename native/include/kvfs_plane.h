@@ -159,8 +159,9 @@ enum kvfs_event_type {
                                   * node's own loses */
     KVFS_EVENT_PINNED = 17,  /* a file that was being sealed here was pinned meanwhile, or a directory above it: its pages are to be counted */
     KVFS_EVENT_LINGERS = 18, /* the inode's name is given to another: it can be opened for a moment more */
-    KVFS_EVENT_PLACES = 14,  /* kvfs_places_noted() has news that are waited for */
-    KVFS_EVENT_SLOW = 13     /* a request of this inode took longer than slow_ms. value = FUSE opcode << 56 | microseconds. Ten a second
+    KVFS_EVENT_RESERVED = 19, /* kvfs_holder_changed() has some */
+    KVFS_EVENT_PLACES = 14,   /* kvfs_places_noted() has news that are waited for */
+    KVFS_EVENT_SLOW = 13      /* a request of this inode took longer than slow_ms. value = FUSE opcode << 56 | microseconds. Ten a second
                                  * at most, and no more than ten not yet taken; the others count in slow_requests only */
 };
 struct kvfs_event {
@@ -553,7 +554,7 @@ int kvfs_names_ask(struct kvfs_plane *plane, uint32_t id);
 /* The share of staging of one user, some MiB at least. A user may have more while a share is left to others. Beyond it files of the user are
  * spilled, whatever their size. Where they cannot be, writes end with EDQUOT; with EIO where devices fail. */
 void kvfs_set_staging_share(struct kvfs_plane *plane, uint64_t bytes);
-/* Bytes that a user holds in addition: pins, reservations, slabs. */
+/* Bytes that a user holds in addition: pins and slabs. What native clients have reserved counts by itself. */
 void kvfs_user_hold(struct kvfs_plane *plane, uint32_t id, uint64_t bytes);
 /* All users seen so far. Returns the count, at most capacity. */
 int kvfs_users(struct kvfs_plane *plane, struct kvfs_user *out, uint32_t capacity);

@@ -1,5 +1,5 @@
-/* Frames between libkvfs and the daemon on the pool's control socket (SOCK_STREAM, little-endian). content/reserve.c, content/commit.c and
- * kvfs/frontend/clients.py are the other end.
+/* Frames between libkvfs and the daemon on the pool's control socket (SOCK_STREAM, little-endian). The other end are frames/ and
+ * kvfs/frontend/clients.py.
  *
  * A connection that begins with "KVFSCLI1" instead of '{' speaks frames: struct wire_frame and `size` bytes behind it. The client asks,
  * the daemon answers with the same type and id, in any order: a client may have many requests under way. HITS, TOUCH, DONE, REPORT, BAD_BLOCK and FOREIGN

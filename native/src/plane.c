@@ -1,5 +1,6 @@
 /* The plane: builds and takes down the parts, counts. */
 #include "block/feed.h"
+#include "frames/frames.h"
 #include "io/nvme/tcp.h"
 #include "virtiofs/virtio.h"
 
@@ -202,6 +203,7 @@ void kvfs_plane_destroy(struct kvfs_plane *plane) {
     atomic_store(&plane->leaving, true); /* no file ends by being sealed any more */
     if (plane->names)
         kvfs_flush_give_up(plane);
+    clients_stop(plane);
     if (plane->fuse)
         mux_end(plane);
     atomic_store(&plane->stopping, true);

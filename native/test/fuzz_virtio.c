@@ -1,4 +1,4 @@
-/* sources: base block names io content pod fuse virtiofs plane.c */
+/* sources: base block names io content pod frames fuse virtiofs plane.c */
 /* libFuzzer: a guest's rings and FUSE requests, as wild as it likes. The input is a program of small steps. They write descriptors, requests and
  * indexes into guest memory, and let the transport take them, without its threads. One queue is well formed (the fuzzer gets to the requests), one is
  * raw bytes (it gets to the descriptors). Other steps are a front end's messages to a second guest, and Python's work meanwhile. Python makes,
@@ -232,7 +232,7 @@ static void start(void) {
     kvfs_names_number(names, UINT64_C(1) << KVFS_COUNTER_BITS, 0);
     places = kvfs_places_make(names, 2, 4096, 1 << 20);
     CHECK(places && kvfs_names_put(names, &top, 0) == 0);
-    kvfs_place_head(names, 1, 1);
+    kvfs_place_head(names, KVFS_HEAD_NEW, 1, 1);
     session = kvfs_session_open(plane);
     CHECK(session >= 0);
     kvfs_calls_open(plane, 1);

@@ -1,4 +1,4 @@
-/* sources: base block names io content pod fuse virtiofs plane.c */
+/* sources: base block names io content pod frames fuse virtiofs plane.c */
 /* The feed of a plane: each change of a block's name once, in order, and nothing before somebody has subscribed. */
 #include "block/feed.h"
 #include "kernel_harness.h"

@@ -1,4 +1,4 @@
-/* sources: base block names io content pod fuse virtiofs plane.c */
+/* sources: base block names io content pod frames fuse virtiofs plane.c */
 /* Requests of native clients against a model: reservations of several clients, their commits, ends and expiries, beside a thread that makes and removes
  * the same names. Names, block table, places and the table of reservations agree after each step, also where memory ends. And frames of any bytes. */
 #include "kernel_harness.h"
@@ -62,7 +62,8 @@ static void names_open(void) {
     for (uint32_t i = 0; i < KVFS_SHARDS; i++)
         shards[i] = (struct kvfs_shard){DIRECTORY, 8, 0};
     for (uint32_t i = 0; i < HOLDERS; i++)
-        CHECK((holders[i] = kvfs_holder_create(plane)) != NULL);
+        CHECK((holders[i] = kvfs_holder_create(plane, 7)) != NULL);
+    kvfs_reservations_limit(plane, 2000, OPEN_MAX);
 }
 
 /* ---- frames ---- */
@@ -88,13 +89,9 @@ static int reserve(uint32_t holder, const uint32_t *keys, uint32_t count, uint64
     struct kvfs_reserve *frame = kvfs_reserve_begin(holders[holder], 0, items, count, shards, 7);
     if (!frame)
         return -ENOMEM;
-    frame->share_pages = frame->own_pages = 2000;
-    frame->open_max = OPEN_MAX;
-    frame->generation = 9;
     int next;
     do {
-        frame->segment = segment;
-        frame->room_pages = 100000;
+        kvfs_place_head(names, 1, segment, 9);
         next = kvfs_reserve(plane, frame);
         if (next == KVFS_FRAME_PLACE) {
             segment = (segment + 1) % SEGMENTS;
@@ -281,8 +278,7 @@ static void commit_some(void) {
     commit(holder, entries, errors, count);
 }
 
-static void leave_one(void) {
-    uint32_t holder = (uint32_t)rand() % HOLDERS;
+static void leave(uint32_t holder) {
     uint64_t left = 0;
     kvfs_holder_leave(plane, holders[holder]);
     for (uint32_t i = 0; i < model_count; i++)
@@ -294,16 +290,20 @@ static void leave_one(void) {
         }
     bury_all();
     CHECK(holders[holder]->count == 0 && holders[holder]->rested_pages == rested[holder] + left);
+    kvfs_reservations_rested(plane, 7, holders[holder]->rested_pages);
     rested[holder] = 0;
-    kvfs_holder_free(holders[holder]);
-    CHECK((holders[holder] = kvfs_holder_create(plane)) != NULL);
+    kvfs_holder_free(plane, holders[holder]);
+    CHECK((holders[holder] = kvfs_holder_create(plane, 7)) != NULL);
 }
+
+static void leave_one(void) { leave((uint32_t)rand() % HOLDERS); }
 
 static void expire_some(void) {
     clock_now += (uint64_t)rand() % 120;
-    uint64_t first = kvfs_reservations_next(plane);
-    uint32_t count = kvfs_reservations_expire(plane, clock_now);
-    CHECK((count > 0) == (first <= clock_now));
+    uint64_t first, next;
+    CHECK(kvfs_reservations_expire(plane, 0, &first) == 0);
+    uint32_t count = kvfs_reservations_expire(plane, clock_now, &next);
+    CHECK((count > 0) == (first <= clock_now) && next > clock_now);
     for (uint32_t i = 0; i < model_count && count; i++)
         if (model[i].open) { /* in the order of the model: the oldest first */
             model_take_back(&model[i], true);
@@ -421,9 +421,46 @@ static void test_where_memory_ends_all_agree(void) {
     printf("ok where memory ends all agree: %u commits had none\n", failed);
 }
 
-static void test_who_holds_too_much_waits_or_is_refused(void) {
-    leave_one();
+/* A user alone may have all; beside another, or where it left something that rests, half. */
+static void test_limits_are_of_users(void) {
+    uint32_t keys[1] = {0}, alone = 0, beside = 0;
+    while (reserve(0, keys, 1, 400000) == 0)
+        alone++;
+    leave(0);
+    model_shrink();
+    struct kvfs_holder *other = kvfs_holder_create(plane, 8);
+    while (reserve(0, keys, 1, 400000) == 0)
+        beside++;
+    leave(0);
+    model_shrink();
+    CHECK(alone == 20 && beside == 10); /* of 99 pages, of 2000 */
+    kvfs_holder_leave(plane, other);
+    kvfs_holder_free(plane, other);
+    while (reserve(0, keys, 1, 400000) == 0)
+        beside++;
+    CHECK(beside == 30);
+    kvfs_holder_leave(plane, holders[0]);
+    model_count = 0;
+    reclaimed += 20;
     bury_all();
+    uint64_t left = holders[0]->rested_pages;
+    kvfs_holder_free(plane, holders[0]);
+    CHECK(left == 20 * 99 && (holders[0] = kvfs_holder_create(plane, 7)));
+    CHECK(reserve(0, keys, 1, 400000) == -ENOSPC); /* where late writes may land no block goes */
+    kvfs_reservations_rested(plane, 7, left);
+    CHECK(reserve(0, keys, 1, 400000) == 0);
+    leave(0);
+    model_shrink();
+}
+
+static void test_who_holds_too_much_waits_or_is_refused(void) {
+    for (uint32_t i = 0; i < HOLDERS; i++)
+        leave(i);
+    model_shrink();
+    struct kvfs_reservation_statistics all;
+    kvfs_reservation_statistics_get(plane, &all);
+    CHECK(all.pages == 0 && all.resting == 0);
+    test_limits_are_of_users();
     uint32_t keys[8] = {0, 1, 2, 3, 4, 5, 6, 7};
     CHECK(reserve(0, keys, 1, UINT64_MAX) == -EFBIG);
     CHECK(reserve(0, keys, 1, UINT64_C(1) << 50) == -EFBIG);
@@ -469,10 +506,8 @@ static void test_items_go_into_the_directories_of_a_table(void) {
     CHECK(kvfs_frame_check(WIRE_RESERVE, flags, items, at, 4, 257, table, missing) == -EINVAL);
     CHECK(kvfs_frame_check(WIRE_RESERVE, WIRE_TABLE, items, at, 4, 3, table, missing) == -EINVAL);
     struct kvfs_reserve *frame = kvfs_reserve_begin(holders[0], flags, items, 4, table, 7);
-    frame->share_pages = frame->own_pages = frame->room_pages = 100000;
-    frame->open_max = OPEN_MAX;
-    frame->generation = 9;
-    frame->segment = segment = (segment + 1) % SEGMENTS;
+    kvfs_reservations_limit(plane, 100000, OPEN_MAX);
+    kvfs_place_head(names, 1, segment = (segment + 1) % SEGMENTS, 9);
     places[segment].next_page = places[segment].run_count ? places[segment].next_page : 1;
     CHECK(kvfs_reserve(plane, frame) == KVFS_FRAME_DONE);
     kvfs_reserve_finish(plane, frame, clock_now + 1000);
@@ -518,7 +553,42 @@ static void test_items_go_into_the_directories_of_a_table(void) {
     block_go(inode);
     bury_all();
     check_all(true);
+    kvfs_reservations_limit(plane, 2000, OPEN_MAX);
     printf("ok items go into the directories of a table\n");
+}
+
+/* An item that was left to the caller may be ended by another frame, before the caller comes back to it. */
+static void test_one_reservation_in_two_commits(void) {
+    static const int64_t ends[] = {-ECANCELED, -EIO, -ETIMEDOUT, 0};
+    for (uint32_t i = 0; i < HOLDERS; i++)
+        leave(i);
+    model_shrink();
+    for (uint32_t i = 0; i < 8; i++) {
+        uint32_t key = 5;
+        int64_t end = ends[i % 4];
+        CHECK(reserve(0, &key, 1, 9000) == 0);
+        struct entry *entry = &model[model_count - 1];
+        struct wire_commit first = {entry->number, 0}, second = {entry->number, end};
+        struct kvfs_commit *left = kvfs_commit_begin(holders[0], &first, 1);
+        kvfs_names_leave(names, KVFS_LEAVE_HIDING, 1);
+        CHECK(kvfs_commit(plane, left) == KVFS_FRAME_NAMES && left->block);
+        kvfs_names_leave(names, KVFS_LEAVE_HIDING, 0);
+        commit(0, &entry, &second.error, 1);
+        if (i < 4) { /* the caller comes to its item */
+            CHECK(kvfs_commit_item(plane, left, i % 2 ? 0 : -EIO) == 0);
+        }
+        CHECK(kvfs_commit(plane, left) == KVFS_FRAME_DONE); /* or asks again */
+        CHECK(left->answers[0] == -ETIMEDOUT && left->run_count == 0 && !left->block);
+        if (entry->late) { /* the first says that no write is under way */
+            entry->late = false;
+            rested[0] += entry->pages;
+        }
+        kvfs_commit_end(left);
+        bury_all();
+        check_all(true);
+        model_shrink();
+    }
+    printf("ok one reservation in two commits\n");
 }
 
 static void test_names_that_no_file_has_are_refused(void) {
@@ -583,6 +653,7 @@ int main(void) {
     test_any_order_agrees_with_the_model();
     test_where_memory_ends_all_agree();
     test_items_go_into_the_directories_of_a_table();
+    test_one_reservation_in_two_commits();
     test_who_holds_too_much_waits_or_is_refused();
     test_names_that_no_file_has_are_refused();
     test_frames_of_any_bytes();
@@ -590,7 +661,7 @@ int main(void) {
         kvfs_holder_leave(plane, holders[i]);
     bury_all();
     for (uint32_t i = 0; i < HOLDERS; i++)
-        kvfs_holder_free(holders[i]);
+        kvfs_holder_free(plane, holders[i]);
     plane_end();
     printf("ok the plane comes down with nothing left\n");
     return 0;

@@ -1,4 +1,4 @@
-/* sources: base block names io content pod fuse virtiofs plane.c */
+/* sources: base block names io content pod frames fuse virtiofs plane.c */
 /* A mount that outlives its daemon: what the next one takes, what it refuses, and what it leaves. The kernel is a socketpair. */
 #define _GNU_SOURCE
 #include "kernel_harness.h"

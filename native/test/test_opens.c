@@ -1,4 +1,4 @@
-/* sources: base block names io content pod fuse virtiofs plane.c */
+/* sources: base block names io content pod frames fuse virtiofs plane.c */
 /* Handles that outlive their daemon: what is open for reading is open for the next one from the start. The kernel is a socketpair. */
 #define _GNU_SOURCE
 #include "kernel_harness.h"

@@ -1,4 +1,4 @@
-/* sources: base block names io content pod fuse virtiofs plane.c */
+/* sources: base block names io content pod frames fuse virtiofs plane.c */
 /* The whole data plane without a kernel: this program plays both the kernel (kernel_harness.h) and Python (plane_harness.h). Devices are files.
  * Proven under the sanitizers: writes in any order are sealed and read back. Faults become EIO within the deadline and never wrong bytes. Late
  * replies are dropped. A transport that goes away leaves nothing. */

@@ -1,4 +1,4 @@
-/* sources: base block names io content pod fuse virtiofs plane.c */
+/* sources: base block names io content pod frames fuse virtiofs plane.c */
 /* Leases against a model: what they keep, within which bounds, and what ends them. Then beside threads that open, remove and evict the same blocks. */
 #include "kernel_harness.h"
 

@@ -1,4 +1,4 @@
-/* sources: base block names io content pod fuse virtiofs plane.c */
+/* sources: base block names io content pod frames fuse virtiofs plane.c */
 /* Files that the data plane makes, seals, renames and removes without Python, and what it tells Python of them. Then many threads at once, beside
  * commits. */
 #include "kernel_harness.h"
@@ -25,7 +25,7 @@ static void names_open(void) {
     places = kvfs_places_make(names, SEGMENTS, END_PAGE, 1u << 20);
     CHECK(places);
     directory_put(1, 1, "");
-    kvfs_place_head(names, SEGMENT, GENERATION);
+    kvfs_place_head(names, KVFS_HEAD_NEW, SEGMENT, GENERATION);
     kvfs_names_leave(names, KVFS_LEAVE_CLOSED, 0);
 }
 
@@ -411,7 +411,7 @@ static void test_a_flush_waits_for_room(void) {
     uint64_t fh, inode = create_here("waits", &fh);
     uint8_t *data = pattern(9000, 5);
     CHECK(write_at(inode, fh, 0, data, 9000) == 0);
-    kvfs_place_head(names, UINT32_MAX, 0);
+    kvfs_place_head(names, KVFS_HEAD_NEW, UINT32_MAX, 0);
     flush_soon(inode, fh);
     struct kvfs_event event = {0};
     for (uint64_t until = now_ns() + 20000000000ull; event.type != KVFS_EVENT_ROOM; usleep(200)) {
@@ -429,7 +429,7 @@ static void test_a_flush_waits_for_room(void) {
     flush_soon(inode, fh);
     for (uint64_t until = now_ns() + 20000000000ull; !kvfs_flush_wanted(plane); usleep(200))
         CHECK(now_ns() < until);
-    kvfs_place_head(names, SEGMENT, GENERATION);
+    kvfs_place_head(names, KVFS_HEAD_NEW, SEGMENT, GENERATION);
     kvfs_flush_retry(plane);
     CHECK(answer(NULL, NULL) == 0);
     release(inode, fh);
@@ -440,7 +440,7 @@ static void test_a_flush_waits_for_room(void) {
     CHECK(write_at(inode, fh, 0, data, 9000) == 0);
     flush_soon(inode, fh);
     CHECK(answer(NULL, NULL) == 0);
-    CHECK(record_of(inode).segment == 5 && record_of(inode).generation == 11 && kvfs_place_lead(names) == 5);
+    CHECK(record_of(inode).segment == 5 && record_of(inode).generation == 11 && kvfs_place_lead(names, KVFS_HEAD_NEW) == 5);
     CHECK(segment_notes(5) & KVFS_NOTE_LED);
     CHECK(kvfs_place_withdraw(names, 5) == 0);
     kvfs_place_release(names, SEGMENT, filler);
@@ -458,7 +458,8 @@ static void flush_parks(uint64_t inode, uint64_t fh) {
 
 /* Leaves so many pages in the segment that is appended to. */
 static void leave_room(uint32_t pages) {
-    uint32_t head = kvfs_place_lead(names), size = END_PAGE - pages - places[head].next_page, filler = kvfs_place_take(names, head, size);
+    uint32_t head = kvfs_place_lead(names, KVFS_HEAD_NEW), size = END_PAGE - pages - places[head].next_page,
+             filler = kvfs_place_take(names, head, size);
     CHECK(filler);
     kvfs_place_release(names, head, filler);
 }
@@ -470,7 +471,7 @@ static void block_fails_between(uint32_t first, uint32_t second, uint32_t write)
     uint64_t fh, inode = create_here(write == 1 ? "first fails" : "second fails", &fh);
     for (uint32_t at = 0; at < size; at += 50 * PAGE)
         CHECK(write_at(inode, fh, at, data + at, 50 * PAGE) == 0);
-    CHECK(kvfs_place_lead(names) == first);
+    CHECK(kvfs_place_lead(names, KVFS_HEAD_NEW) == first);
     leave_room(300);
     CHECK(kvfs_place_supply(names, second, second + 6) == 0);
     CHECK(kvfs_fault_set(plane, 2, KVFS_FAULT_ERROR, 2, write, EIO) == 0);
@@ -492,7 +493,7 @@ static void block_fails_between(uint32_t first, uint32_t second, uint32_t write)
 
 /* Where one segment would stay a sixteenth empty, or the block is larger than a quarter of one. */
 static void test_a_block_goes_on_in_the_next_segment(void) {
-    const uint32_t size = 400 * PAGE, first = kvfs_place_lead(names);
+    const uint32_t size = 400 * PAGE, first = kvfs_place_lead(names, KVFS_HEAD_NEW);
     const uint64_t bytes_before = atomic_load(&plane->count.written_bytes);
     uint8_t *data = pattern(size, 8);
     uint64_t fh, inode = create_here("spans", &fh);
@@ -516,7 +517,7 @@ static void test_a_block_goes_on_in_the_next_segment(void) {
     CHECK(answer(NULL, NULL) == 0 && places[6].run_count == 0);
     struct kvfs_inode_record record = record_of(inode);
     CHECK(record.segment == first && record.page == END_PAGE - 300 && record.extent_count == 2 && record.header_pages == 1);
-    CHECK(kvfs_place_lead(names) == 6 && places[first].next_page == END_PAGE && places[6].next_page == 1 + 3 + 102);
+    CHECK(kvfs_place_lead(names, KVFS_HEAD_NEW) == 6 && places[first].next_page == END_PAGE && places[6].next_page == 1 + 3 + 102);
     CHECK(places[6].live_pages == 101 && segment_notes(6) & KVFS_NOTE_LED);
     CHECK(atomic_load(&plane->count.written_bytes) - bytes_before == 402 * PAGE);
     release(inode, fh);
@@ -534,9 +535,9 @@ static void test_a_block_goes_on_in_the_next_segment(void) {
     struct kvfs_run runs[PLACE_RUNS_MAX];
     uint32_t next = places[3].next_page;
     kvfs_names_begin(names);
-    CHECK(place_take(names, 2, END_PAGE - 2, runs) == -EAGAIN && place_take(names, 1, END_PAGE - 2, runs) == -ENOSPC);
+    CHECK(place_take(names, KVFS_HEAD_NEW, 2, END_PAGE - 2, runs) == -EAGAIN && place_take(names, KVFS_HEAD_NEW, 1, END_PAGE - 2, runs) == -ENOSPC);
     kvfs_names_end(names);
-    CHECK(places[3].next_page == next && kvfs_place_lead(names) == 3);
+    CHECK(places[3].next_page == next && kvfs_place_lead(names, KVFS_HEAD_NEW) == 3);
     printf("ok a block goes on in the next segment\n");
 }
 

@@ -1,4 +1,4 @@
-/* sources: base block names io content pod fuse virtiofs plane.c */
+/* sources: base block names io content pod frames fuse virtiofs plane.c */
 /* The data plane where two things happen to one file at once: a device holds the I/O of the first until the second is done. Proven under the
  * sanitizers: neither loses what the other wrote, in whichever order they end, and whether the held I/O succeeds or fails. */
 #include "kernel_harness.h"

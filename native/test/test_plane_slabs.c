@@ -1,4 +1,4 @@
-/* sources: base block names io content pod fuse virtiofs plane.c */
+/* sources: base block names io content pod frames fuse virtiofs plane.c */
 /* Slabs in the data plane: read and written in place, cut, settled as files, and failed by a write whose fate is unknown. */
 #include "kernel_harness.h"
 

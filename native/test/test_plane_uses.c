@@ -1,4 +1,4 @@
-/* sources: base block names io content pod fuse virtiofs plane.c */
+/* sources: base block names io content pod frames fuse virtiofs plane.c */
 /* The data plane's accounts: uses of blocks by their opens, shares of users, and inodes that listings make. */
 #include "kernel_harness.h"
 

@@ -1,4 +1,4 @@
-/* sources: base block names io content pod fuse virtiofs plane.c */
+/* sources: base block names io content pod frames fuse virtiofs plane.c */
 /* Guests of the data plane, without a kernel or a VMM. This program plays the front end and the guest (front_end.h, a double), and Python (the
  * session's end). It proves under the sanitizers: blocks are written and read through virtqueues, aligned reads without a copy. A hostile guest's
  * rings stop its queue and nothing else. Resets, vanished front ends and vanished memory with requests in flight leave nothing behind. Requests

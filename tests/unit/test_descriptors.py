@@ -25,10 +25,10 @@ RINGS = re.compile(r"io_uring_queue_init\w*\(")
 RECEIVERS = re.compile(r"SCM_RIGHTS")
 # Definitions and real calls of the functions that libkvfs_preload takes over: its own descriptors go to high numbers.
 TAKEN = REPOSITORY / "native/shims/preload/preload.c"
-# Those that move what they receive, or their ring's.
+# Those that move what they receive or send, or their ring's.
 MOVE = {
-    "native/src/client/wire.c", "native/src/virtiofs/vhost_user.c", "native/src/virtiofs/porter.c",
-    "native/src/io/ring.c", "native/src/virtiofs/virtqueue.c",
+    "native/src/client/wire.c", "native/src/frames/connection.c", "native/src/virtiofs/vhost_user.c",
+    "native/src/virtiofs/porter.c", "native/src/io/ring.c", "native/src/virtiofs/virtqueue.c",
 }  # fmt: skip
 
 

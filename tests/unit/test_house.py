@@ -17,8 +17,9 @@ from kvfs.lent import Part, lent
 
 LINES_OF_A_FILE = 900
 LINES_OF_A_FUNCTION = 100
-# It is to fall. 291 before three for packing commits, which took a record's keys out of Python.
-CALLS_OF_C = 293
+# It is to fall. 291 before three for packing commits, which took a record's keys out of Python, and 11 for frames of
+# native clients. Those for a frame's parts go when Python has no part of a RESERVE, COMMIT or DELETE any more.
+CALLS_OF_C = 304
 # Headers of libkvfs, for programs in C, too.
 PUBLIC = {"kvfs.h", "kvfs_gpu.h"}
 

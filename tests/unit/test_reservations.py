@@ -16,8 +16,9 @@ from client_double import Place, places_in, run_bytes, wanted
 from helpers import slowness
 from store_pools import LAZY, OPTIONS, crashed_store, make_pool, names, rename, settle, verify_all, with_store, write
 
-from kvfs.frames import SHARDS, Shards
+from kvfs.frames import SHARDS, Next, Shards
 from kvfs.lent import Part
+from kvfs.names import Note
 from kvfs.namespace.files import Changes, Namespace
 from kvfs.plane import Run
 from kvfs.record import Inode, InodeFlags
@@ -603,6 +604,21 @@ def test_a_segment_rests_before_it_is_opened_again(pool: Path, monkeypatch: pyte
     with_store(pool, and_again)
 
 
+def test_a_segment_that_is_to_rest_is_not_opened_before_python_knows(
+    pool: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(store: Store) -> None:
+        segments, number = store.segments, store.segments._free[0]
+        noted = iter([[(int(number), int(Note.RESTS))]])
+        with monkeypatch.context() as patch:
+            patch.setattr(segments.names, "noted", lambda: next(noted, []))
+            picked = segments._pick(0)
+        assert picked is not None and picked.index != number
+        segments._free.append(picked.index)
+
+    with_store(pool, work)
+
+
 def test_a_clean_end_takes_everything_back(pool: Path) -> None:
     async def work(store: Store) -> None:
         writer = Writer(store)
@@ -738,6 +754,44 @@ def test_a_client_waits_for_what_others_reserved(pool: Path) -> None:
                 await greedy.write(place)
             await greedy.commit(*places)
         assert isinstance(answers[0], Reservation)
+
+    with_store(pool, work)
+
+
+@pytest.mark.parametrize("handed", [True, False])
+def test_room_that_came_before_the_wait_ends_it(pool: Path, monkeypatch: pytest.MonkeyPatch, handed: bool) -> None:
+    """Another thread has found none, or has made some after Python found none."""
+
+    async def work(store: Store) -> None:
+        modest, greedy, shards = Writer(store), Writer(store), Shards()
+        for number in range(SHARDS):
+            shards[number].directory = ROOT_INODE
+        mine, items = await modest.place(b"mine", 1 << 20), Part(wanted([(b"modest", 1 << 20)]))
+        assert -ENOSPC in await reserve(store, greedy.holder, [b"%d" % i for i in range(100)], 1 << 20, timeout_s=0.1)
+
+        def make_room() -> None:
+            ended = Part(struct.pack("<Qq", mine.number, 0))
+            with store.plane.frames.commit(modest.holder.told, ended, 1) as told:
+                assert told.go() == Next.DONE
+
+        with store.plane.frames.reserve(modest.holder.told, items, 1, shards, 7, 0) as frame:
+            looks, go = [frame.go()], frame.go
+            assert looks == [Next.ROOM]
+
+            def look() -> Next | None:
+                looks.append(go())
+                if len(looks) == 2 and not handed:
+                    make_room()
+                return looks[-1]
+
+            if handed:
+                make_room()
+                store.reservations._look(modest.holder)
+            monkeypatch.setattr(frame, "go", look)
+            found, pause = Next.ROOM if handed else Next.MORE, trio.lowlevel.checkpoint
+            with trio.fail_after(20 * slowness()):
+                await store.reservations.reserve_on(modest.holder, frame, found, 100.0, pause)
+            assert places_in(frame.answer(), 1)[0].error == 0 and looks.count(Next.ROOM) == 2 - handed
 
     with_store(pool, work)
 

@@ -309,11 +309,11 @@ def test_a_segment_that_the_data_plane_went_on_to_is_nobody_elses(pool: Path, mo
         lead: list[int | None] = [led.index]
         noted = iter([[(int(led.index), int(Note.LED))]])
         set_head, take = names.head, segments.take_notes
-        monkeypatch.setattr(names, "lead", lambda: lead[0])
+        monkeypatch.setattr(names, "lead", lambda number: None if number else lead[0])
 
-        def closes(segment: int | None, generation: int = 0) -> None:
+        def closes(number: int, segment: int | None, generation: int = 0) -> None:
             lead[0] = segment
-            set_head(segment, generation)
+            set_head(number, segment, generation)
 
         def goes_on() -> None:
             if head.lock.locked():

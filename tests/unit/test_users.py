@@ -10,7 +10,7 @@ import trio
 import trio.testing
 
 from kvfs.frontend.told import DEVICE_BYTES_S, REPORTED, TOGETHER_S, TOTALS, Report
-from kvfs.frontend.users import CONNECTIONS_MAX, CONNECTIONS_OF_USER_MAX, MEMORY_OF_CONNECTION, Room, User, Users
+from kvfs.frontend.users import CONNECTIONS_MAX, CONNECTIONS_OF_USER_MAX, User, Users
 from kvfs.frontend.wire import RefusedError
 
 ROOT, ALICE, BOB, CAROL = 0, 41_001, 41_002, 41_003
@@ -18,13 +18,6 @@ ROOT, ALICE, BOB, CAROL = 0, 41_001, 41_002, 41_003
 
 class Connected:
     """A double of a connection."""
-
-    def __init__(self) -> None:
-        self.room = Room(MEMORY_OF_CONNECTION)
-        self.unread_since: float | None = None
-
-    def hang_up(self) -> None:
-        raise AssertionError("nobody is to be hung up on")
 
 
 def fill(users: Users, uid: int) -> list[tuple[User, Connected]]:

@@ -91,7 +91,7 @@ static int enter(struct kvfs_plane *plane, struct commit *frame, struct reservat
     reservation->record = NULL;
     if (reservation->parent)
         kvfs_inode_follow(plane, block->inode, reservation->parent);
-    if (raised || reservation->moves != frame->told.moves) /* its header is not all of the truth */
+    if (raised || reservation->moves != plane->reservations.moves) /* its header is not all of the truth */
         place_note(plane->names, segment, KVFS_NOTE_DIRTY | KVFS_NOTE_GONE);
     frame->told.durable |= raised;
     frame->told.replaced |= held || untold;
@@ -144,14 +144,19 @@ static struct wire_commit item_read(const struct commit *frame) {
     return item;
 }
 
+/* It was committed already, has expired or was taken back; meanwhile perhaps, by another frame. */
+static void item_gone(struct kvfs_plane *plane, struct commit *frame, struct reservation *reservation, int64_t error) {
+    if (reservation && error != -ETIMEDOUT)
+        reservation_end_late(plane, reservation);
+    frame->answers[frame->done++] = -ETIMEDOUT;
+}
+
 /* False: the item is the caller's. */
 static bool item_commit(struct kvfs_plane *plane, struct commit *frame, int64_t now) {
     struct wire_commit item = item_read(frame);
     struct reservation *reservation = reservation_find(plane, frame->holder, item.reservation);
     if (!reservation || !reservation->open) {
-        if (reservation && item.error != -ETIMEDOUT)
-            reservation_end_late(plane, reservation);
-        frame->answers[frame->done++] = -ETIMEDOUT;
+        item_gone(plane, frame, reservation, item.error);
         return true;
     }
     int result = item.error ? (int)item.error : enter(plane, frame, reservation, false, now);
@@ -201,16 +206,32 @@ int kvfs_commit(struct kvfs_plane *plane, struct kvfs_commit *told) {
 
 int kvfs_commit_item(struct kvfs_plane *plane, struct kvfs_commit *told, int error) {
     struct commit *frame = (struct commit *)(void *)told;
+    bool entered = false;
     told->lingering_count = 0;
     told->block = NULL;
     kvfs_names_begin(plane->names);
     struct reservation *reservation = reservation_find(plane, frame->holder, item_read(frame).reservation);
-    assert(reservation && reservation->open);
-    int result = error ? error : enter(plane, frame, reservation, true, time_now());
-    bool entered = item_end(plane, frame, reservation, result == -EAGAIN ? -EIO : result);
+    if (reservation && reservation->open) {
+        int result = error ? error : enter(plane, frame, reservation, true, time_now());
+        entered = item_end(plane, frame, reservation, result == -EAGAIN ? -EIO : result);
+    } else {
+        item_gone(plane, frame, reservation, error);
+    }
     kvfs_names_end(plane->names);
     told_now(frame);
     return entered;
+}
+
+bool commit_is_settled(struct kvfs_plane *plane, const struct kvfs_commit *told) {
+    const struct places *places = names_places(plane->names);
+    bool settled = true;
+    kvfs_names_begin(plane->names);
+    for (uint32_t i = 0; i < told->run_count && settled; i++) {
+        const struct run *first = places->runs[told->runs[i].segment].first;
+        settled = !first || first->page >= told->runs[i].page;
+    }
+    kvfs_names_end(plane->names);
+    return settled;
 }
 
 void kvfs_commit_end(struct kvfs_commit *told) {

@@ -41,8 +41,12 @@ struct staged_list {
 /* A user's part of the pool. It never goes: a user who comes again finds the place. */
 struct user {
     atomic_ullong key;                            /* id + 1; 0: free */
-    atomic_ullong open, other;                    /* bytes: blocks open and charged to the user; pins, reservations and slabs, by Python's count */
+    atomic_ullong open, other;                    /* bytes: blocks open and charged to the user; pins and slabs, by Python's count */
     atomic_ullong writing;                        /* bytes of files being written */
+    atomic_ullong reserved;                       /* pages of reservations, and that rest; changed within a step */
+    uint64_t told_left, told_ns;                  /* bytes of uses that its clients may tell, as of then: the thread of frames has them */
+    uint64_t resting;                             /* pages of those that nobody can commit. Within a step, as is `clients` */
+    uint32_t clients;                             /* that are connected */
     atomic_ullong evicted;                        /* blocks that went while the user had them open */
     atomic_llong names;                           /* records that eviction cannot take: kvfs_table_watch() */
     atomic_ullong staged_bytes, staging_refusals; /* memory of files being written; writes that were refused for want of it */
@@ -239,6 +243,7 @@ void process_made(struct kvfs_plane *plane, struct caller caller);
 
 #define USERS_MAX 4096u
 struct user *user_get(struct kvfs_plane *plane, uint32_t id);
+uint64_t user_room(struct kvfs_plane *plane, const struct user *user); /* bytes that the user may still hold beside what is open */
 /* These with the shard's lock held. */
 bool hold_add(struct node *node, struct user *user); /* false: no memory */
 void hold_drop(struct kvfs_plane *plane, struct node *node, struct user *user);
@@ -639,6 +644,7 @@ struct kvfs_plane {
     struct opens *opens;                                /* the same */
     uint64_t news_until_ns;                             /* until then news of before the daemon's start are still to come */
     struct lost_handles *lost;                          /* NULL: the mount is of this daemon alone */
+    struct clients *clients;                            /* frames/frames.h */
     struct fuse *fuse;                                  /* fuse/fuse.h */
     struct guests *guests;                              /* virtiofs/virtio.h */
 };

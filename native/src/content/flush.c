@@ -49,7 +49,7 @@ static int place_block(struct flush *flush, const struct kvfs_seal_info *info, u
     uint32_t extents = info->ranges + runs_bound(plane, info->data_pages);
     uint32_t header_pages = kvfs_header_pages(info->size, record->record_size, ancestors_size, extents);
     flush->wanted = header_pages + info->data_pages;
-    int r = place_take(plane->names, header_pages, info->data_pages, flush->runs);
+    int r = place_take(plane->names, KVFS_HEAD_NEW, header_pages, info->data_pages, flush->runs);
     if (r < 0) {
         free(record);
         return r;

@@ -11,6 +11,9 @@ static struct reservation **bucket_of(struct kvfs_plane *plane, uint64_t number)
 void reservations_init(struct kvfs_plane *plane) {
     link_init(&plane->reservations.open);
     link_init(&plane->reservations.returned);
+    link_init(&plane->reservations.changed);
+    plane->reservations.share_pages = UINT64_MAX;
+    plane->reservations.open_max = UINT32_MAX;
 }
 
 void reservations_free(struct kvfs_plane *plane) {
@@ -24,12 +27,15 @@ void reservations_free(struct kvfs_plane *plane) {
 
 /* ---- holders ---- */
 
-struct kvfs_holder *kvfs_holder_create(struct kvfs_plane *plane) {
-    (void)plane;
+struct kvfs_holder *kvfs_holder_create(struct kvfs_plane *plane, uint32_t uid) {
     struct holder *holder = calloc(1, sizeof(*holder));
     if (!holder)
         return NULL;
     link_init(&holder->reservations);
+    holder->user = user_get(plane, uid);
+    kvfs_names_begin(plane->names);
+    plane->reservations.users += !holder->user->clients++;
+    kvfs_names_end(plane->names);
     return &holder->told;
 }
 
@@ -43,12 +49,18 @@ void kvfs_holder_leave(struct kvfs_plane *plane, struct kvfs_holder *told) {
         else
             reservation_end_late(plane, reservation);
     }
-    assert(!told->open && !told->open_pages && !told->late_pages);
+    assert(!told->open && !told->open_pages && !told->late_pages && holder->user->clients > 0);
+    plane->reservations.users -= !--holder->user->clients;
     kvfs_names_end(plane->names);
 }
 
-void kvfs_holder_free(struct kvfs_holder *holder) {
-    assert(!holder->count && !holder->pages && !holder->late_pages);
+void kvfs_holder_free(struct kvfs_plane *plane, struct kvfs_holder *told) {
+    struct holder *holder = (struct holder *)(void *)told;
+    kvfs_names_begin(plane->names);
+    assert(!told->count && !told->pages && !told->late_pages);
+    if (holder->changed.after)
+        link_drop(&holder->changed);
+    kvfs_names_end(plane->names);
     free(holder);
 }
 
@@ -61,14 +73,93 @@ uint64_t kvfs_holder_late(struct kvfs_plane *plane, struct kvfs_holder *told) {
     return until;
 }
 
+/* So many pages more count as reserved that nobody can commit, or less. */
+static void count_resting(struct kvfs_plane *plane, struct user *user, uint64_t more, uint64_t less) {
+    atomic_fetch_add(&user->reserved, more - less);
+    user->resting += more - less;
+    plane->reservations.resting += more - less;
+}
+
+static void limits(const struct kvfs_plane *plane, const struct holder *holder, uint64_t *own, uint64_t *resting) {
+    const struct reservations *all = &plane->reservations;
+    const struct user *user = holder->user;
+    bool alone = !user->resting && all->users == (user->clients > 0);
+    uint64_t half = all->share_pages / 2, reserved = atomic_load(&user->reserved) + half;
+    *own = alone ? all->share_pages : half;
+    *resting = all->resting > all->share_pages ? all->resting : min_u64(all->resting, half);
+    if (!alone && reserved > all->pages && reserved - all->pages > *resting)
+        *resting = reserved - all->pages;
+}
+
+int reservation_ask(struct kvfs_plane *plane, const struct holder *holder, uint64_t pages) {
+    const struct reservations *all = &plane->reservations;
+    const struct kvfs_holder *told = &holder->told;
+    uint64_t own, resting;
+    limits(plane, holder, &own, &resting);
+    if (all->pages + resting + pages > all->share_pages || all->open_count >= all->open_max)
+        /* Others' go in time; one's own only with a commit that comes after this answer. */
+        return told->open_pages + pages > own || told->open >= all->open_max / 2 ? -ENOSPC : KVFS_FRAME_ROOM;
+    return pages > user_room(plane, holder->user) / PAGE ? -ENOSPC : 0;
+}
+
+void kvfs_reservations_limit(struct kvfs_plane *plane, uint64_t share_pages, uint32_t open_max) {
+    kvfs_names_begin(plane->names);
+    plane->reservations.share_pages = share_pages;
+    plane->reservations.open_max = open_max;
+    kvfs_names_end(plane->names);
+}
+
+void kvfs_reservations_rested(struct kvfs_plane *plane, uint32_t uid, uint64_t pages) {
+    kvfs_names_begin(plane->names);
+    count_resting(plane, user_get(plane, uid), 0, pages);
+    kvfs_names_end(plane->names);
+}
+
+void kvfs_directories_changed(struct kvfs_plane *plane, int moved) {
+    kvfs_names_begin(plane->names);
+    plane->reservations.moves += moved != 0;
+    atomic_fetch_add(&plane->reservations.changes, 1);
+    kvfs_names_end(plane->names);
+}
+
+/* ---- what Python takes in ---- */
+
+bool reservations_are_awaited(struct kvfs_plane *plane) {
+    kvfs_names_begin(plane->names);
+    bool awaited = plane->reservations.awaited > 0 || !link_empty(&plane->reservations.returned);
+    kvfs_names_end(plane->names);
+    return awaited;
+}
+
+void holder_change(struct kvfs_plane *plane, struct holder *holder) {
+    kvfs_names_begin(plane->names);
+    if (!holder->changed.after)
+        link_add(&plane->reservations.changed, &holder->changed);
+    kvfs_names_end(plane->names);
+}
+
+struct kvfs_holder *kvfs_holder_changed(struct kvfs_plane *plane) {
+    struct kvfs_holder *told = NULL;
+    kvfs_names_begin(plane->names);
+    if (!link_empty(&plane->reservations.changed)) {
+        struct holder *holder = (void *)((char *)plane->reservations.changed.after - offsetof(struct holder, changed));
+        link_drop(&holder->changed);
+        told = &holder->told;
+    }
+    kvfs_names_end(plane->names);
+    return told;
+}
+
 void reservation_charge(struct kvfs_plane *plane, struct holder *holder, uint64_t pages) {
+    atomic_fetch_add(&holder->user->reserved, pages);
     holder->told.pages += pages;
     holder->told.count++;
     plane->reservations.pages += pages;
 }
 
 void reservation_discharge(struct kvfs_plane *plane, struct holder *holder, uint64_t pages) {
-    assert(holder->told.pages >= pages && plane->reservations.pages >= pages);
+    assert(holder->told.pages >= pages && plane->reservations.pages >= pages && atomic_load(&holder->user->reserved) >= pages);
+    atomic_fetch_sub(&holder->user->reserved, pages);
     holder->told.pages -= pages;
     plane->reservations.pages -= pages;
 }
@@ -128,8 +219,10 @@ static void end_lending(struct kvfs_plane *plane, struct reservation *reservatio
     reservation->lent = false;
     reservation->rests = rest;
     link_drop(&reservation->owned);
-    if (!reservation->unburied)
+    if (!reservation->unburied) {
         reservation->holder->told.late_pages -= reservation->pages;
+        count_resting(plane, reservation->holder->user, 0, reservation->pages);
+    }
     for (uint32_t i = 0; i < reservation->run_count; i++) {
         struct kvfs_place *place = &places[reservation->runs[i].segment];
         assert(place->lent > 0);
@@ -145,8 +238,10 @@ static void unless_needed(struct kvfs_plane *plane, struct reservation *reservat
     while (*at != reservation)
         at = &(*at)->next;
     *at = reservation->next;
-    if (reservation->rests)
+    if (reservation->rests) {
         reservation->holder->told.rested_pages += reservation->pages;
+        count_resting(plane, reservation->holder->user, reservation->pages, 0);
+    }
     reservation->holder->told.count--;
     free(reservation->record);
     free(reservation);
@@ -163,8 +258,10 @@ static struct settled *end_runs(struct kvfs_plane *plane, struct reservation *re
     version_end(&reservation->version);
     reservation_discharge(plane, reservation->holder, reservation->pages);
     reservation->unburied = false;
-    if (reservation->lent)
+    if (reservation->lent) {
         reservation->holder->told.late_pages += reservation->pages;
+        count_resting(plane, reservation->holder->user, reservation->pages, 0);
+    }
     return told;
 }
 
@@ -194,38 +291,38 @@ void reservation_end_late(struct kvfs_plane *plane, struct reservation *reservat
 
 /* ---- taking back ---- */
 
-uint64_t kvfs_reservations_next(struct kvfs_plane *plane) {
-    struct link *open = &plane->reservations.open;
-    return link_empty(open) ? UINT64_MAX : of_turn(open->after)->until;
-}
-
-uint32_t kvfs_reservations_expire(struct kvfs_plane *plane, uint64_t now) {
-    struct link *open = &plane->reservations.open;
+uint32_t kvfs_reservations_expire(struct kvfs_plane *plane, uint64_t now, uint64_t *next) {
+    const struct link *open = &plane->reservations.open;
     uint32_t count = 0;
     kvfs_names_begin(plane->names);
     for (; !link_empty(open) && of_turn(open->after)->until <= now; count++)
         reservation_take_back(plane, of_turn(open->after), true, true);
+    *next = link_empty(open) ? UINT64_MAX : of_turn(open->after)->until;
     kvfs_names_end(plane->names);
     return count;
 }
 
 uint64_t kvfs_reservation_returned(struct kvfs_plane *plane, const struct kvfs_run **runs, uint32_t *run_count) {
     struct link *returned = &plane->reservations.returned;
-    if (link_empty(returned))
-        return 0;
-    struct reservation *reservation = of_turn(returned->after);
-    link_drop(&reservation->turn);
-    *runs = reservation->runs;
-    *run_count = reservation->run_count;
-    return reservation->number;
+    uint64_t number = 0;
+    kvfs_names_begin(plane->names);
+    if (!link_empty(returned)) {
+        struct reservation *reservation = of_turn(returned->after);
+        link_drop(&reservation->turn);
+        *runs = reservation->runs; /* until it is buried */
+        *run_count = reservation->run_count;
+        number = reservation->number;
+    }
+    kvfs_names_end(plane->names);
+    return number;
 }
 
 void kvfs_reservation_buried(struct kvfs_plane *plane, uint64_t number) {
+    kvfs_names_begin(plane->names);
     struct reservation *reservation = *bucket_of(plane, number);
     while (reservation && reservation->number != number)
         reservation = reservation->next;
     assert(reservation && !reservation->open && reservation->unburied && !reservation->turn.after);
-    kvfs_names_begin(plane->names);
     struct settled *told = end_runs(plane, reservation);
     unless_needed(plane, reservation);
     kvfs_names_end(plane->names);
@@ -234,5 +331,7 @@ void kvfs_reservation_buried(struct kvfs_plane *plane, uint64_t number) {
 
 void kvfs_reservation_statistics_get(struct kvfs_plane *plane, struct kvfs_reservation_statistics *out) {
     const struct reservations *all = &plane->reservations;
-    *out = (struct kvfs_reservation_statistics){all->open_count, all->pages, all->committed, all->superseded, all->reclaimed};
+    kvfs_names_begin(plane->names);
+    *out = (struct kvfs_reservation_statistics){all->open_count, all->pages, all->resting, all->committed, all->superseded, all->reclaimed};
+    kvfs_names_end(plane->names);
 }

@@ -10,6 +10,8 @@
 struct holder {
     struct kvfs_holder told; /* first */
     struct link reservations;
+    struct user *user;
+    struct link changed; /* among those whose accounts Python has not taken */
 };
 struct reservation {
     struct reservation *next; /* of its bucket */
@@ -30,8 +32,14 @@ struct reservation {
 struct reservations {
     struct reservation *by_number[RESERVATION_BUCKETS];
     struct link open, returned; /* both the oldest first */
+    struct link changed;        /* holders */
+    atomic_ullong changes;      /* of directories: moves, and those that went or were replaced */
+    uint32_t awaited;           /* RESERVEs that wait for pages of others */
     uint64_t last_number, pages, committed, superseded, reclaimed;
-    uint32_t open_count;
+    uint64_t resting;                     /* pages without a reservation, where late writes may still land */
+    uint64_t share_pages;                 /* kvfs_reservations_limit() */
+    uint64_t moves;                       /* of directories so far */
+    uint32_t open_count, open_max, users; /* users with clients */
 };
 
 uint32_t frame_shard(uint32_t flags, uint32_t directory, const void *name); /* the number of an item's directory (kvfs_frames.h) */
@@ -39,10 +47,19 @@ void reservations_init(struct kvfs_plane *plane);
 void reservations_free(struct kvfs_plane *plane);
 /* Of this holder, open or late. NULL: it has none of that number. */
 struct reservation *reservation_find(struct kvfs_plane *plane, const struct holder *holder, uint64_t number);
+/* Python has accounts to take. */
+void holder_change(struct kvfs_plane *plane, struct holder *holder);
+/* Something that Python waits for may have come: pages, or runs to bury. */
+bool reservations_are_awaited(struct kvfs_plane *plane);
+/* All before the runs of the blocks that entered has ended. */
+bool commit_is_settled(struct kvfs_plane *plane, const struct kvfs_commit *frame);
+uint8_t *reserve_take_answer(struct kvfs_reserve *frame); /* free() it */
 /* Its runs are taken: from now on its holder may write there, and it counts. `made` is the list that it is on until reservations_stamp(). */
 void reservation_open(struct kvfs_plane *plane, struct reservation *reservation, struct link *made);
 void reservations_stamp(struct kvfs_plane *plane, struct link *made, uint64_t until);
 void reservation_charge(struct kvfs_plane *plane, struct holder *holder, uint64_t pages);
+/* 0: the holder may reserve so many pages more; KVFS_FRAME_ROOM: others hold them; -ENOSPC. */
+int reservation_ask(struct kvfs_plane *plane, const struct holder *holder, uint64_t pages);
 void reservation_discharge(struct kvfs_plane *plane, struct holder *holder, uint64_t pages);
 /* The block has entered, or never will: its runs end. Returns those to tell once the step is over. Frees it. */
 struct settled *reservation_end(struct kvfs_plane *plane, struct reservation *reservation);

@@ -18,6 +18,7 @@ struct reserve {
     uint8_t *answer, *ancestors;
     uint64_t capacity, ancestors_size, ancestors_capacity;
     struct link made;
+    bool waits; /* for pages of others */
 };
 struct item {
     uint64_t size, end, parent;
@@ -194,7 +195,6 @@ static struct reservation *reservation_new(const struct reserve *frame, const st
     made->record = record;
     made->parent = item->parent;
     made->holder = frame->holder;
-    made->moves = frame->told.moves;
     return made;
 }
 
@@ -251,16 +251,6 @@ static void pending_drop(struct kvfs_plane *plane, struct reserve *frame) {
     frame->pending = NULL;
 }
 
-/* 0: so many pages may be reserved; KVFS_FRAME_ROOM or -ENOSPC. */
-static int pages_ask(struct kvfs_plane *plane, const struct reserve *frame, uint64_t pages) {
-    const struct kvfs_reserve *told = &frame->told;
-    const struct kvfs_holder *holder = &frame->holder->told;
-    if (plane->reservations.pages + told->resting_pages + pages > told->share_pages || plane->reservations.open_count >= told->open_max)
-        /* Others' go in time; one's own only with a commit that comes after this answer. */
-        return holder->open_pages + pages > told->own_pages || holder->open >= told->open_max / 2 ? -ENOSPC : KVFS_FRAME_ROOM;
-    return pages > told->room_pages ? -ENOSPC : 0;
-}
-
 /* The records above are copied now: directories may move while the item waits for a place. 0, -EAGAIN, -ENOMEM. */
 static int ancestors_take(struct kvfs_plane *plane, struct reserve *frame, uint64_t parent) {
     int64_t size = ancestors_size(plane, parent, frame->told.loaded);
@@ -273,18 +263,14 @@ static int ancestors_take(struct kvfs_plane *plane, struct reserve *frame, uint6
     return 0;
 }
 
-/* Room for it in the segment that is appended to; nothing if there is none. */
+/* Room for it in a segment that is appended to; nothing if there is none. */
 static void place_try(struct kvfs_plane *plane, struct reserve *frame) {
-    const struct kvfs_reserve *told = &frame->told;
-    const struct places *places = names_places(plane->names);
-    struct kvfs_run run = {told->generation, told->segment, 0, (uint32_t)frame->pending->pages, 0};
-    if (told->segment >= places->count || places->all[told->segment].next_page + (uint64_t)run.page_count > places->end_page)
-        return;
-    run.page = kvfs_place_take(plane->names, told->segment, run.page_count);
-    if (!run.page)
+    struct kvfs_run runs[PLACE_RUNS_MAX];
+    int count = place_take(plane->names, place_client_head(plane->names), frame->told.header_pages, frame->told.data_pages, runs);
+    if (count < 0)
         return;
     kvfs_set_tick(plane, place_tick(plane->names));
-    item_finish(plane, frame, &run, 1);
+    item_finish(plane, frame, runs, (uint32_t)count);
 }
 
 /* 0: the item is answered; enum kvfs_frame_next; -ENOSPC: neither this one nor those behind it find a place. */
@@ -292,7 +278,8 @@ static int item_reserve(struct kvfs_plane *plane, struct reserve *frame) {
     struct kvfs_reserve *told = &frame->told;
     struct item item = item_read(frame);
     uint64_t data_pages = item.size / PAGE + (item.size % PAGE != 0);
-    int error = item.shard->error ? item.shard->error : data_pages > told->share_pages || data_pages > UINT32_MAX / 2 ? -EFBIG : 0;
+    uint64_t share = plane->reservations.share_pages;
+    int error = item.shard->error ? item.shard->error : data_pages > share || data_pages > UINT32_MAX / 2 ? -EFBIG : 0;
     if (error == 0)
         error = ancestors_take(plane, frame, item.shard->directory);
     if (error == -EAGAIN) {
@@ -308,7 +295,7 @@ static int item_reserve(struct kvfs_plane *plane, struct reserve *frame) {
     uint32_t record_size = (uint32_t)(sizeof(struct kvfs_inode_record) + round_up(item.name_size, 8));
     uint32_t header_pages = kvfs_header_pages(item.size, record_size, (uint32_t)frame->ancestors_size, runs);
     uint64_t pages = header_pages + data_pages;
-    int asked = pages > told->share_pages ? -EFBIG : pages_ask(plane, frame, pages);
+    int asked = pages > share ? -EFBIG : reservation_ask(plane, frame->holder, pages);
     if (asked && asked != -EFBIG)
         return asked;
     error = asked ? asked : answer_prepare(frame, record_size + runs * (uint64_t)sizeof(struct kvfs_extent), runs);
@@ -318,14 +305,14 @@ static int item_reserve(struct kvfs_plane *plane, struct reserve *frame) {
         return 0;
     }
     made->pages = (uint32_t)pages;
+    made->moves = plane->reservations.moves; /* as the ancestors are */
     made->record->header_pages = header_pages;
     /* Charged before the wait for a place, so that two that wait do not both find room. */
     reservation_charge(plane, frame->holder, pages);
-    told->room_pages -= pages;
     frame->pending = made;
-    place_try(plane, frame);
     told->header_pages = header_pages;
     told->data_pages = (uint32_t)data_pages;
+    place_try(plane, frame);
     return frame->pending ? KVFS_FRAME_PLACE : 0;
 }
 
@@ -355,13 +342,20 @@ struct kvfs_reserve *kvfs_reserve_begin(struct kvfs_holder *holder, uint32_t fla
     return &frame->told;
 }
 
+static void waits_set(struct kvfs_plane *plane, struct reserve *frame, bool waits) {
+    plane->reservations.awaited += (uint32_t)waits - (uint32_t)frame->waits;
+    frame->waits = waits;
+}
+
 int kvfs_reserve(struct kvfs_plane *plane, struct kvfs_reserve *told) {
     struct reserve *frame = (struct reserve *)(void *)told;
     int r = 0;
     assert(!frame->pending);
     kvfs_names_begin(plane->names);
+    waits_set(plane, frame, false);
     for (uint32_t i = 0; r == 0 && i < KVFS_FRAME_PART && frame->done < frame->count; i++)
         r = item_reserve(plane, frame);
+    waits_set(plane, frame, r == KVFS_FRAME_ROOM);
     kvfs_names_end(plane->names);
     told->answer = frame->answer;
     return r ? r : frame->done < frame->count ? KVFS_FRAME_MORE : KVFS_FRAME_DONE;
@@ -384,6 +378,7 @@ void kvfs_reserve_place(struct kvfs_plane *plane, struct kvfs_reserve *told, con
 void kvfs_reserve_finish(struct kvfs_plane *plane, struct kvfs_reserve *told, uint64_t until) {
     struct reserve *frame = (struct reserve *)(void *)told;
     kvfs_names_begin(plane->names);
+    waits_set(plane, frame, false);
     if (frame->pending)
         pending_drop(plane, frame);
     while (frame->done < frame->count) {
@@ -392,6 +387,14 @@ void kvfs_reserve_finish(struct kvfs_plane *plane, struct kvfs_reserve *told, ui
     }
     reservations_stamp(plane, &frame->made, until);
     kvfs_names_end(plane->names);
+}
+
+uint8_t *reserve_take_answer(struct kvfs_reserve *told) {
+    struct reserve *frame = (struct reserve *)(void *)told;
+    uint8_t *answer = frame->answer;
+    frame->answer = NULL;
+    told->answer = NULL;
+    return answer;
 }
 
 void kvfs_reserve_end(struct kvfs_plane *plane, struct kvfs_reserve *told) {

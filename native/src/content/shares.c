@@ -27,9 +27,16 @@ bool user_is_exempt(struct kvfs_plane *plane, const struct user *user) {
     return key == 1 || key == (uint64_t)atomic_load(&plane->exempt) + 1;
 }
 
+static uint64_t user_holds(const struct user *user) { return atomic_load(&user->other) + atomic_load(&user->reserved) * PAGE; }
+
+uint64_t user_room(struct kvfs_plane *plane, const struct user *user) {
+    uint64_t has = user_holds(user), share = atomic_load(&plane->share);
+    return user_is_exempt(plane, user) ? UINT64_MAX : share - min_u64(share, has);
+}
+
 /* Bytes beyond the share that the user has if `more` bytes are added; 0 if none. */
 static uint64_t user_beyond(struct kvfs_plane *plane, const struct user *user, uint64_t more) {
-    uint64_t has = atomic_load(&user->open) + atomic_load(&user->other) + more, share = atomic_load(&plane->share);
+    uint64_t has = atomic_load(&user->open) + user_holds(user) + more, share = atomic_load(&plane->share);
     return has <= share || user_is_exempt(plane, user) ? 0 : has - share;
 }
 

@@ -110,19 +110,24 @@ struct place_runs {
     struct run *first, *last;
     uint64_t generation; /* of the head; else unused */
 };
+struct head {
+    uint64_t generation;
+    uint32_t segment; /* UINT32_MAX: none */
+    bool closed;      /* Python itself appends there */
+};
 struct places {
     struct kvfs_place *all;
     struct place_runs *runs;
     uint32_t *noted; /* segments with notes */
-    uint32_t count, noted_count, end_page, head;
-    uint64_t head_generation, written, tick_pages;
+    uint32_t count, noted_count, end_page;
+    uint64_t written, tick_pages;
     struct {
         uint64_t generation;
         uint32_t segment;
     } supply[KVFS_SUPPLY_MAX];
-    uint32_t supply_count;
-    bool closed; /* Python itself appends where new blocks go */
-    bool wake;   /* Python is to take notes now */
+    uint32_t supply_count, client_count;
+    struct head heads[KVFS_HEADS];
+    bool wake; /* Python is to take notes now */
 };
 /* They are the first part of the names. */
 static inline struct places *names_places(struct kvfs_names *names) { return (struct places *)(void *)names; }
@@ -137,10 +142,12 @@ static inline void places_free(struct places *places) {
     free(places->noted);
     memset(places, 0, sizeof(*places));
 }
-/* Append a new block's header and data: one run, or two where the block goes on in the next segment, behind an extent header's page. Returns how
+/* Append a block's header and data to a head: one run, or two where it goes on in the next segment, behind an extent header's page. Returns how
  * many. -ENOSPC: no segment has room, or none is opened ahead; -EAGAIN: it is larger than a segment, and Python's; -ENOMEM. */
 #define PLACE_RUNS_MAX 2
-int place_take(struct kvfs_names *names, uint32_t header_pages, uint32_t data_pages, struct kvfs_run runs[PLACE_RUNS_MAX]);
+int place_take(struct kvfs_names *names, uint32_t head, uint32_t header_pages, uint32_t data_pages, struct kvfs_run runs[PLACE_RUNS_MAX]);
+/* Of native clients the head with least in flight. */
+uint32_t place_client_head(const struct kvfs_names *names);
 /* The run has ended. Returns those to tell once the step is over; `own`, which may be NULL, is among them, now or later. */
 struct settled *place_end(struct kvfs_names *names, uint32_t segment, uint32_t page, struct settled *own);
 void place_fail(struct kvfs_names *names, uint32_t segment, uint32_t page);

@@ -17,7 +17,9 @@ struct kvfs_place *kvfs_places_make(struct kvfs_names *names, uint32_t segment_c
     places->count = segment_count;
     places->end_page = end_page;
     places->tick_pages = tick_pages;
-    places->head = UINT32_MAX;
+    places->client_count = 1;
+    for (uint32_t i = 0; i < KVFS_HEADS; i++)
+        places->heads[i] = (struct head){.segment = UINT32_MAX, .closed = i != KVFS_HEAD_NEW};
     return places->all;
 }
 
@@ -85,17 +87,17 @@ uint32_t kvfs_place_take(struct kvfs_names *names, uint32_t segment, uint32_t pa
     return taken ? page : 0; /* page 0 is the segment's header: no run begins there */
 }
 
-/* The next segment of the supply is appended to; false: there is none. */
-static bool lead_next(struct kvfs_names *names) {
+/* The head goes on to the next segment of the supply; false: there is none. */
+static bool lead_next(struct kvfs_names *names, struct head *head) {
     struct places *places = names_places(names);
     if (!places->supply_count)
         return false;
-    if (places->head != UINT32_MAX)
-        place_note(names, places->head, KVFS_NOTE_LEFT);
-    places->head = places->supply[0].segment;
-    places->head_generation = places->supply[0].generation;
+    if (head->segment != UINT32_MAX)
+        place_note(names, head->segment, KVFS_NOTE_LEFT);
+    head->segment = places->supply[0].segment;
+    head->generation = places->supply[0].generation;
     memmove(places->supply, places->supply + 1, --places->supply_count * sizeof(places->supply[0]));
-    place_note(names, places->head, KVFS_NOTE_LED);
+    place_note(names, head->segment, KVFS_NOTE_LED);
     places->wake = true;
     return true;
 }
@@ -103,50 +105,78 @@ static bool lead_next(struct kvfs_names *names) {
 /* A tail shorter than this is not worth an extent of its own (kvfs/store/segments.py). */
 #define PIECE_PAGES_MIN 16
 
-static uint32_t head_room(const struct places *places) {
-    return places->head == UINT32_MAX ? 0 : places->end_page - places->all[places->head].next_page;
+static uint32_t head_room(const struct places *places, const struct head *head) {
+    return head->segment == UINT32_MAX ? 0 : places->end_page - places->all[head->segment].next_page;
 }
 
 /* The head has room for it. */
-static bool head_take(struct kvfs_names *names, uint32_t pages, struct kvfs_run *out) {
+static bool head_take(struct kvfs_names *names, const struct head *head, uint32_t pages, struct kvfs_run *out) {
     struct places *places = names_places(names);
-    assert(pages <= head_room(places));
-    *out = (struct kvfs_run){places->head_generation, places->head, places->all[places->head].next_page, pages, 0};
-    place_note(names, places->head, KVFS_NOTE_CHANGED);
-    return run_add(names, places->head, pages);
+    assert(pages <= head_room(places, head));
+    *out = (struct kvfs_run){head->generation, head->segment, places->all[head->segment].next_page, pages, 0};
+    place_note(names, head->segment, KVFS_NOTE_CHANGED);
+    return run_add(names, head->segment, pages);
 }
 
-int place_take(struct kvfs_names *names, uint32_t header_pages, uint32_t data_pages, struct kvfs_run runs[PLACE_RUNS_MAX]) {
+int place_take(struct kvfs_names *names, uint32_t number, uint32_t header_pages, uint32_t data_pages, struct kvfs_run runs[PLACE_RUNS_MAX]) {
     struct places *places = names_places(names);
+    struct head *head = &places->heads[number];
     const uint64_t area = places->end_page - 1, pages = (uint64_t)header_pages + data_pages;
     if (pages > area)
         return -EAGAIN;
-    if (places->closed)
+    if (head->closed)
         return -ENOSPC;
-    while (head_room(places) < pages) {
-        uint32_t room = head_room(places);
+    while (head_room(places, head) < pages) {
+        uint32_t room = head_room(places, head);
         /* As Segments._allocate() has it: a block goes into one segment unless that wastes too much of this one, or it is large anyway. */
         bool spans = (pages > area / 4 || room > area / 16) && room >= header_pages + PIECE_PAGES_MIN;
         if (spans && places->supply_count) {
-            if (!head_take(names, room, &runs[0]))
+            if (!head_take(names, head, room, &runs[0]))
                 return -ENOMEM;
-            lead_next(names);
-            if (head_take(names, (uint32_t)pages - room + 1, &runs[1]))
+            lead_next(names, head);
+            if (head_take(names, head, (uint32_t)pages - room + 1, &runs[1]))
                 return 2;
             place_fail(names, runs[0].segment, runs[0].page);
             return -ENOMEM;
         }
-        if (spans || !lead_next(names))
+        if (spans || !lead_next(names, head))
             return -ENOSPC;
     }
-    return head_take(names, (uint32_t)pages, &runs[0]) ? 1 : -ENOMEM;
+    return head_take(names, head, (uint32_t)pages, &runs[0]) ? 1 : -ENOMEM;
 }
 
-uint32_t kvfs_place_lead(struct kvfs_names *names) {
+uint32_t place_client_head(const struct kvfs_names *names) {
+    const struct places *places = names_places((struct kvfs_names *)(uintptr_t)names);
+    uint32_t best = KVFS_HEAD_NEW + 1;
+    for (uint32_t i = 0, least = UINT32_MAX; i < places->client_count; i++) {
+        const struct head *head = &places->heads[KVFS_HEAD_NEW + 1 + i];
+        uint32_t in_flight = head->segment == UINT32_MAX ? 0 : places->all[head->segment].run_count;
+        if (in_flight < least) {
+            least = in_flight;
+            best = KVFS_HEAD_NEW + 1 + i;
+        }
+    }
+    return best;
+}
+
+void kvfs_place_clients(struct kvfs_names *names, uint32_t count) {
     kvfs_names_begin(names);
-    uint32_t head = names_places(names)->head;
+    names_places(names)->client_count = count < KVFS_CLIENT_HEADS ? count : KVFS_CLIENT_HEADS;
     kvfs_names_end(names);
-    return head;
+}
+
+void kvfs_place_head(struct kvfs_names *names, uint32_t head, uint32_t segment, uint64_t generation) {
+    kvfs_names_begin(names);
+    assert(head < KVFS_HEADS && (segment == UINT32_MAX || segment < names_places(names)->count));
+    names_places(names)->heads[head] = (struct head){generation, segment, segment == UINT32_MAX};
+    kvfs_names_end(names);
+}
+
+uint32_t kvfs_place_lead(struct kvfs_names *names, uint32_t head) {
+    kvfs_names_begin(names);
+    uint32_t segment = names_places(names)->heads[head].segment;
+    kvfs_names_end(names);
+    return segment;
 }
 
 int kvfs_place_supply(struct kvfs_names *names, uint32_t segment, uint64_t generation) {
@@ -237,14 +267,6 @@ int kvfs_place_failed(struct kvfs_names *names, uint32_t segment, struct kvfs_fa
     }
     kvfs_names_end(names);
     return run != NULL;
-}
-
-void kvfs_place_head(struct kvfs_names *names, uint32_t segment, uint64_t generation) {
-    kvfs_names_begin(names);
-    names_places(names)->head = segment;
-    names_places(names)->head_generation = generation;
-    names_places(names)->closed = segment == UINT32_MAX;
-    kvfs_names_end(names);
 }
 
 uint64_t kvfs_places_written(struct kvfs_names *names) {

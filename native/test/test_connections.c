@@ -1,0 +1,784 @@
+/* sources: base block names io content pod frames fuse virtiofs plane.c */
+/* Connections of native clients against peers that mean harm: frames in pieces, floods, descriptors, hang-ups in every state, peers that do not read. A
+ * thread is Python's double: it takes what is left to it, and answers, drops or remembers. */
+#include "kernel_harness.h"
+
+#include <poll.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+
+#include "frames/frames.h"
+
+#define END_PAGE 4096u
+#define SPACE_INODE 77u
+#define USER 7u
+#define CLIENTS_MAX 64u
+#define SECONDS(n) ((n) * slowness())
+
+static struct kvfs_names *names;
+static struct kvfs_place *places;
+static struct kvfs_shard shards[KVFS_SHARDS];
+
+/* ---- Python's double ---- */
+
+enum manner { ANSWERS, KEEPS, DROPS, ANY };
+static _Atomic(enum manner) manner;
+static atomic_bool python_ends;
+static atomic_uint frames_taken, ended_count, running;
+static pthread_mutex_t told_lock = PTHREAD_MUTEX_INITIALIZER; /* of what follows */
+static uint32_t kept_count;
+static struct kvfs_client_frame *kept[1u << 16];
+static char told_rule[256]; /* of the last that broke one */
+static uint64_t numbers_ended[1u << 16];
+static pthread_t python;
+static int told_fd;
+
+static void bury_all(void) {
+    const struct kvfs_run *runs;
+    uint32_t count;
+    uint64_t number;
+    while ((number = kvfs_reservation_returned(plane, &runs, &count)))
+        kvfs_reservation_buried(plane, number);
+}
+
+static void frame_do(struct kvfs_client_frame *frame, enum manner how) {
+    if (frame->type == WIRE_REPORT || frame->type == WIRE_BAD_BLOCK || frame->type == WIRE_FOREIGN || how == DROPS) {
+        kvfs_client_answer(plane, frame, KVFS_CLIENT_NO_ANSWER, NULL, 0, -1);
+        return;
+    }
+    if (frame->type == WIRE_RESERVE && !frame->reserve && frame->size >= sizeof(struct wire_where)) {
+        struct wire_where where;
+        memcpy(&where, frame->payload, sizeof(where));
+        uint32_t size = where.space_size < 1024 && sizeof(where) + where.space_size <= frame->size ? where.space_size : 0;
+        kvfs_client_remember(plane, frame->client, where.base, (const char *)frame->payload + sizeof(where), size, shards);
+    }
+    if (frame->reserve) {
+        if (frame->next == KVFS_FRAME_PLACE)
+            kvfs_reserve_place(plane, frame->reserve, NULL, 0, -EIO);
+        kvfs_reserve_finish(plane, frame->reserve, now_ns() + 1000000000);
+        kvfs_client_answer(plane, frame, 0, NULL, 0, -1);
+    } else if (frame->commit) {
+        int next = frame->next;
+        while (next != KVFS_FRAME_DONE) {
+            if (next == KVFS_FRAME_NAMES)
+                kvfs_commit_item(plane, frame->commit, -EIO);
+            next = kvfs_commit(plane, frame->commit);
+        }
+        kvfs_client_answer(plane, frame, 0, NULL, 0, -1);
+    } else if (frame->type == WIRE_EVENTS) {
+        kvfs_client_answer(plane, frame, 0, "feed", 4, device_fds[0]);
+    } else {
+        kvfs_client_answer(plane, frame, -EAGAIN, "again", 5, -1);
+    }
+}
+
+static void *python_main(void *unused) {
+    (void)unused;
+    unsigned seed = 5;
+    while (!atomic_load(&python_ends)) {
+        struct pollfd ready = {.fd = told_fd, .events = POLLIN};
+        struct kvfs_client_frame *taken[8];
+        poll(&ready, 1, 5);
+        for (int n; (n = kvfs_clients_take(plane, taken, 8)) > 0;)
+            for (int i = 0; i < n; i++) {
+                enum manner how = atomic_load(&manner);
+                how = how == ANY ? (enum manner)(rand_r(&seed) % 3) : how;
+                if (taken[i]->what == KVFS_CLIENT_ENDED) {
+                    pthread_mutex_lock(&told_lock);
+                    if (taken[i]->size)
+                        snprintf(told_rule, sizeof(told_rule), "%.*s", (int)taken[i]->size, (const char *)taken[i]->payload);
+                    numbers_ended[atomic_fetch_add(&ended_count, 1) & 0xffff] = taken[i]->client;
+                    pthread_mutex_unlock(&told_lock);
+                    kvfs_client_answer(plane, taken[i], KVFS_CLIENT_NO_ANSWER, NULL, 0, -1);
+                    atomic_fetch_sub(&running, 1);
+                    continue;
+                }
+                atomic_fetch_add(&frames_taken, 1);
+                pthread_mutex_lock(&told_lock);
+                bool keep = how == KEEPS && kept_count < 60000;
+                if (keep)
+                    kept[kept_count++] = taken[i];
+                pthread_mutex_unlock(&told_lock);
+                if (!keep)
+                    frame_do(taken[i], how);
+            }
+        bury_all();
+        for (struct kvfs_holder *holder; (holder = kvfs_holder_changed(plane));)
+            (void)holder;
+    }
+    return NULL;
+}
+
+static void answer_kept(void) {
+    for (;;) {
+        pthread_mutex_lock(&told_lock);
+        struct kvfs_client_frame *frame = kept_count ? kept[--kept_count] : NULL;
+        pthread_mutex_unlock(&told_lock);
+        if (!frame)
+            return;
+        frame_do(frame, ANSWERS);
+    }
+}
+
+/* ---- peers ---- */
+
+struct peer {
+    int fd, theirs;
+    uint64_t number;
+    struct kvfs_holder *holder;
+};
+
+static void wait_for(bool (*there)(uint64_t), uint64_t what, const char *name) {
+    for (double until = seconds_of(CLOCK_MONOTONIC) + SECONDS(20); !there(what); usleep(500))
+        CHECK_SAY(seconds_of(CLOCK_MONOTONIC) < until, "%s", name);
+}
+static bool none_runs(uint64_t unused) { return (void)unused, atomic_load(&running) == 0; }
+static bool were_taken(uint64_t count) { return atomic_load(&frames_taken) >= count; }
+static bool is_ended(uint64_t number) {
+    bool found = false;
+    pthread_mutex_lock(&told_lock);
+    for (uint32_t i = 0; i < atomic_load(&ended_count) && !found; i++)
+        found = numbers_ended[i & 0xffff] == number;
+    pthread_mutex_unlock(&told_lock);
+    return found;
+}
+
+static struct peer connect_as(uint32_t uid, const void *begun, uint64_t begun_size) {
+    struct peer peer;
+    int pair[2];
+    CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) == 0);
+    peer.fd = pair[0];
+    peer.theirs = pair[1];
+    fcntl(pair[1], F_SETFL, O_NONBLOCK);
+    CHECK((peer.holder = kvfs_holder_create(plane, uid)));
+    struct kvfs_client client = {
+        .fd = pair[1], .uid = uid, .version = 5, .writable = 1, .holder = peer.holder, .begun = begun, .begun_size = begun_size};
+    atomic_fetch_add(&running, 1);
+    int64_t number = kvfs_client_serve(plane, &client);
+    CHECK(number > 0);
+    peer.number = (uint64_t)number;
+    return peer;
+}
+
+/* As Python does once the end was told. */
+static void peer_gone(struct peer *peer) {
+    wait_for(is_ended, peer->number, "the end");
+    answer_kept(); /* before its holder goes */
+    kvfs_holder_leave(plane, peer->holder);
+    bury_all();
+    for (double until = seconds_of(CLOCK_MONOTONIC) + SECONDS(20); peer->holder->count; usleep(500)) {
+        CHECK(seconds_of(CLOCK_MONOTONIC) < until);
+        bury_all();
+    }
+    kvfs_reservations_rested(plane, USER, peer->holder->rested_pages);
+    kvfs_holder_free(plane, peer->holder);
+    close(peer->fd);
+    close(peer->theirs);
+}
+static void hang_up(struct peer *peer) {
+    shutdown(peer->fd, SHUT_RDWR);
+    peer_gone(peer);
+}
+
+static void send_all(int fd, const void *data, uint64_t size) {
+    for (uint64_t at = 0; at < size;) {
+        ssize_t n = send(fd, (const char *)data + at, size - at, MSG_NOSIGNAL);
+        CHECK(n > 0);
+        at += (uint64_t)n;
+    }
+}
+static void send_frame(int fd, uint32_t type, uint32_t id, const void *payload, uint32_t size) {
+    struct wire_frame head = {size, (uint16_t)type, 0, 0, id};
+    send_all(fd, &head, sizeof(head));
+    send_all(fd, payload, size);
+}
+static struct wire_frame receive(int fd, void *payload, uint32_t capacity) {
+    struct wire_frame head;
+    struct timeval patience = {SECONDS(20), 0};
+    setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience));
+    CHECK(recv(fd, &head, sizeof(head), MSG_WAITALL) == sizeof(head));
+    CHECK_SAY(head.size <= capacity, "%u bytes", head.size);
+    CHECK(!head.size || recv(fd, payload, head.size, MSG_WAITALL) == (ssize_t)head.size);
+    return head;
+}
+
+static uint32_t reserve_make(uint8_t *out, const char *prefix, uint32_t first, uint32_t count, uint64_t size) {
+    struct wire_where where = {.base = 1, .space_size = 5, .count = count};
+    uint32_t at = sizeof(where) + 8;
+    memset(out, 0, at);
+    memcpy(out, &where, sizeof(where));
+    memcpy(out + sizeof(where), "space", 5);
+    for (uint32_t i = 0; i < count; i++, at += 24) {
+        struct wire_reserve item = {size, 8, 0};
+        char name[9];
+        snprintf(name, sizeof(name), "%s%06x", prefix, first + i);
+        memcpy(out + at, &item, sizeof(item));
+        memcpy(out + at + 16, name, 8);
+    }
+    return at;
+}
+
+/* The numbers of a RESERVE's reservations. */
+static uint32_t reserve(struct peer *peer, const char *prefix, uint32_t first, uint32_t count, uint64_t *out) {
+    static uint8_t request[1 << 18], reply[1 << 22];
+    uint32_t made = 0;
+    send_frame(peer->fd, WIRE_RESERVE, 9, request, reserve_make(request, prefix, first, count, 3000));
+    struct wire_frame head = receive(peer->fd, reply, sizeof(reply));
+    CHECK(head.type == WIRE_RESERVE && head.id == 9);
+    for (uint64_t at = 0; head.status == 0 && at < head.size;) {
+        struct wire_reserved reserved;
+        memcpy(&reserved, reply + at, sizeof(reserved));
+        at += sizeof(reserved) + reserved.run_count * sizeof(struct wire_run) + round_up(reserved.record_size, 8) +
+              round_up(reserved.ancestors_size, 8);
+        if (!reserved.error)
+            out[made++] = reserved.reservation;
+    }
+    return made;
+}
+
+static uint32_t commit_make(uint8_t *out, const uint64_t *numbers, uint64_t count) {
+    memcpy(out, &count, 8);
+    for (uint32_t i = 0; i < count; i++)
+        memcpy(out + 8 + 16 * i, &(struct wire_commit){numbers[i], 0}, 16);
+    return (uint32_t)(8 + 16 * count);
+}
+
+static void commit(struct peer *peer, const uint64_t *numbers, uint32_t count) {
+    uint8_t request[1 << 14];
+    int64_t answers[512];
+    send_frame(peer->fd, WIRE_COMMIT, 10, request, commit_make(request, numbers, count));
+    struct wire_frame head = receive(peer->fd, answers, sizeof(answers));
+    CHECK(head.type == WIRE_COMMIT && head.status == 0 && head.size == 8 * count);
+    for (uint32_t i = 0; i < count; i++)
+        CHECK_SAY(answers[i] == 0, "%lld", (long long)answers[i]);
+}
+
+/* ---- the tests ---- */
+
+static void segment_open(uint32_t segment) { kvfs_place_head(names, 1, segment, 9); }
+
+static void test_a_put_needs_python_once(void) {
+    uint64_t numbers[200];
+    struct kvfs_record record;
+    struct clients_count before, after;
+    struct peer peer = connect_as(USER, NULL, 0);
+    CHECK(reserve(&peer, "00", 0, 1, numbers) == 0); /* handed: nothing was remembered */
+    before = clients_count(plane);
+    CHECK(reserve(&peer, "00", 0, 100, numbers) == 100);
+    commit(&peer, numbers, 100);
+    after = clients_count(plane);
+    CHECK(after.frames == before.frames + 2 && after.handed == before.handed);
+    CHECK(kvfs_table_find_name(plane->table, SPACE_INODE, "00000063", 8, &record) == 0);
+    /* A directory moved or went: it is asked again. */
+    kvfs_directories_changed(plane, 0);
+    CHECK(reserve(&peer, "00", 100, 1, numbers) == 0);
+    CHECK(reserve(&peer, "00", 100, 1, numbers) == 1);
+    before = clients_count(plane);
+    CHECK(before.handed == after.handed + 1);
+    hang_up(&peer);
+}
+
+/* A segment that is full is left for the next of the supply; a block goes on there where it fits neither wholly. */
+static void test_a_put_goes_on_to_the_next_segment(void) {
+    uint64_t numbers[200];
+    struct kvfs_noted noted[SEGMENTS];
+    struct peer peer = connect_as(USER, NULL, 0);
+    reserve(&peer, "06", 0, 1, numbers);
+    kvfs_reservations_limit(plane, 100000, 1000);
+    kvfs_place_head(names, 2, 4, 9); /* there is one head of clients: this is none */
+    segment_open(3);
+    while (kvfs_places_noted(names, noted, SEGMENTS))
+        ;
+    uint32_t filler = kvfs_place_take(names, 3, END_PAGE - places[3].next_page - 3);
+    CHECK(kvfs_place_supply(names, 5, 11) == 0 && kvfs_place_supply(names, 6, 12) == 0);
+    struct clients_count before = clients_count(plane);
+    CHECK(reserve(&peer, "06", 100, 40, numbers) == 40);
+    kvfs_place_release(names, 3, filler);
+    commit(&peer, numbers, 40);
+    CHECK(clients_count(plane).handed == before.handed && kvfs_place_lead(names, 1) == 5);
+    uint32_t led = 0, left = 0;
+    for (uint32_t count; (count = kvfs_places_noted(names, noted, SEGMENTS));)
+        for (uint32_t i = 0; i < count; i++) {
+            led |= noted[i].notes & KVFS_NOTE_LED ? 1u << noted[i].segment : 0;
+            left |= noted[i].notes & KVFS_NOTE_LEFT ? 1u << noted[i].segment : 0;
+        }
+    CHECK(led == 1u << 5 && left == 1u << 3);
+    CHECK(kvfs_place_withdraw(names, 6) == 1);
+    hang_up(&peer);
+    kvfs_place_head(names, 2, UINT32_MAX, 0);
+    segment_open(1);
+}
+
+static void test_frames_in_pieces(void) {
+    uint8_t bytes[4096];
+    uint64_t numbers[4];
+    struct peer peer = connect_as(USER, NULL, 0);
+    CHECK(reserve(&peer, "01", 0, 1, numbers) == 0);
+    uint32_t size = reserve_make(bytes + 16, "01", 0, 3, 3000);
+    memcpy(bytes, &(struct wire_frame){size, WIRE_RESERVE, 0, 0, 77}, 16);
+    for (uint32_t i = 0; i < 16 + size; i++) {
+        send_all(peer.fd, bytes + i, 1);
+        if (i % 16 == 0)
+            usleep(100);
+    }
+    CHECK(receive(peer.fd, bytes, sizeof(bytes)).id == 77);
+    hang_up(&peer);
+    /* What came behind the hello counts, too. */
+    memcpy(bytes, &(struct wire_frame){8, WIRE_RELEASE, 0, 0, 5}, 16);
+    peer = connect_as(USER, bytes, 10);
+    send_all(peer.fd, bytes + 10, 14);
+    struct wire_frame head = receive(peer.fd, bytes, sizeof(bytes));
+    CHECK(head.id == 5 && head.status == -EAGAIN);
+    hang_up(&peer);
+}
+
+static void expect_rule(const struct wire_frame *head, const char *rule) {
+    struct peer peer = connect_as(USER, head, sizeof(*head));
+    uint8_t byte;
+    wait_for(is_ended, peer.number, rule);
+    CHECK_SAY(strstr(told_rule, rule), "%s", told_rule);
+    CHECK(recv(peer.fd, &byte, 1, MSG_DONTWAIT) <= 0);
+    peer_gone(&peer);
+}
+
+static void test_heads_that_break_a_rule(void) {
+    expect_rule(&(struct wire_frame){0, 77, 0, 0, 0}, "a frame of type 77");
+    expect_rule(&(struct wire_frame){0, WIRE_HELLO, 0, 0, 0}, "a frame of type 1");
+    expect_rule(&(struct wire_frame){UINT32_MAX, WIRE_RESERVE, 0, 0, 0}, "with 4294967295 bytes");
+    expect_rule(&(struct wire_frame){8 * KVFS_WIRE_ITEMS_MAX + 1, WIRE_HITS, 0, 0, 0}, "a frame of type 9");
+    expect_rule(&(struct wire_frame){0, WIRE_RELEASE, 1, 0, 0}, "a frame of type 13");
+    expect_rule(&(struct wire_frame){0, WIRE_RELEASE, 0, -1, 0}, "status -1");
+    struct peer peer = connect_as(USER, NULL, 0);
+    send_frame(peer.fd, WIRE_HITS, 0, "1234567", 7);
+    wait_for(is_ended, peer.number, "inodes");
+    CHECK_SAY(strstr(told_rule, "inodes in 7 bytes"), "%s", told_rule);
+    peer_gone(&peer);
+    peer = connect_as(USER, NULL, 0);
+    union {
+        struct cmsghdr head;
+        char space[CMSG_SPACE(sizeof(int))];
+    } rights = {.head = {CMSG_LEN(sizeof(int)), SOL_SOCKET, SCM_RIGHTS}};
+    memcpy(CMSG_DATA(&rights.head), &peer.fd, sizeof(int));
+    struct iovec part = {(char[16]){0}, 16};
+    struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1, .msg_control = &rights, .msg_controllen = sizeof(rights)};
+    CHECK(sendmsg(peer.fd, &message, 0) == 16);
+    wait_for(is_ended, peer.number, "a descriptor");
+    CHECK_SAY(strstr(told_rule, "sent a descriptor"), "%s", told_rule);
+    peer_gone(&peer);
+}
+
+static void test_hang_ups_in_every_state(void) {
+    uint8_t bytes[1 << 16];
+    uint64_t numbers[64];
+    for (uint32_t state = 0; state < 8; state++)
+        for (uint32_t round = 0; round < 8; round++) {
+            struct peer peer = connect_as(USER, NULL, 0), other = connect_as(USER, NULL, 0);
+            atomic_store(&manner, ANSWERS);
+            reserve(&peer, "02", 0, 1, numbers);
+            reserve(&other, "02", 0, 1, numbers + 32);
+            uint32_t size = reserve_make(bytes, "02", 1000 * state + 100 * round, 20, 3000);
+            uint32_t before = atomic_load(&frames_taken);
+            if (state == 1)
+                send_all(peer.fd, "0123456", 7); /* in a head */
+            if (state == 2) {
+                send_frame(peer.fd, WIRE_RESERVE, 1, bytes, size);
+                send_all(peer.fd, &(struct wire_frame){size, WIRE_RESERVE, 0, 0, 2}, 16); /* before a payload */
+            }
+            if (state == 3) { /* Python has it */
+                atomic_store(&manner, KEEPS);
+                send_frame(peer.fd, WIRE_LOOKUP, 1, bytes, 20);
+                wait_for(were_taken, before + 1, "a frame");
+            }
+            if (state == 4) /* reserved, and not committed */
+                CHECK(reserve(&peer, "02", 100000 + 100 * round, 20, numbers) == 20);
+            if (state == 5) { /* commits that wait for another's run before theirs */
+                CHECK(reserve(&other, "02", 200000 + 100 * round, 1, numbers + 32) == 1);
+                CHECK(reserve(&peer, "02", 200050 + 100 * round, 4, numbers) == 4);
+                for (uint32_t i = 0; i < 4; i++)
+                    send_frame(peer.fd, WIRE_COMMIT, i, bytes, commit_make(bytes, numbers + i, 1));
+                usleep(round * 4000);
+            }
+            if (state == 6) /* answers that nobody reads */
+                for (uint32_t i = 0; i < 40; i++)
+                    send_frame(peer.fd, WIRE_RESERVE, i, bytes, reserve_make(bytes, "02", 300000, 50, UINT64_C(1) << 50));
+            if (state == 7) { /* no place: Python has what is under way */
+                segment_open(UINT32_MAX);
+                atomic_store(&manner, KEEPS);
+                send_frame(peer.fd, WIRE_RESERVE, 1, bytes, size);
+                wait_for(were_taken, before + 1, "a RESERVE without a place");
+            }
+            shutdown(peer.fd, SHUT_RDWR);
+            wait_for(is_ended, peer.number, "the end");
+            atomic_store(&manner, ANSWERS);
+            peer_gone(&peer);
+            if (state == 5)
+                commit(&other, numbers + 32, 1);
+            segment_open(2);
+            hang_up(&other);
+        }
+    atomic_store(&manner, ANSWERS);
+}
+
+/* Python ends it, at once or with a word; and while it ends it already. */
+static void test_ends_from_above(void) {
+    uint8_t bytes[64];
+    struct peer peer = connect_as(USER, NULL, 0);
+    kvfs_client_end(plane, peer.number, 1);
+    CHECK(receive(peer.fd, bytes, sizeof(bytes)).type == WIRE_CLOSE);
+    peer_gone(&peer);
+    for (uint32_t i = 0; i < 50; i++) {
+        peer = connect_as(USER, NULL, 0);
+        if (i % 2)
+            shutdown(peer.fd, SHUT_RDWR);
+        kvfs_client_end(plane, peer.number, 0);
+        kvfs_client_end(plane, peer.number, i % 3 == 0);
+        peer_gone(&peer);
+    }
+    kvfs_client_end(plane, 4711, 0);
+}
+
+static bool send_until_full(int fd, uint32_t type, uint32_t size, uint32_t most) {
+    static uint8_t frame[1 << 16];
+    memcpy(frame, &(struct wire_frame){size, (uint16_t)type, 0, 0, 1}, 16);
+    for (uint32_t i = 0, idle = 0; i < most && idle < 100;) {
+        ssize_t n = send(fd, frame, 16 + size, MSG_DONTWAIT | MSG_NOSIGNAL);
+        CHECK(n < 0 || n == (ssize_t)(16 + size)); /* a stream of AF_UNIX takes a small one whole */
+        i += n > 0;
+        idle = n > 0 ? 0 : idle + 1;
+        if (n < 0)
+            usleep(1000);
+    }
+    return true;
+}
+
+/* A connection may keep 16 MiB, of 16 KiB and more a frame; frames without an answer are few that wait. */
+static void test_what_is_kept_is_bounded(void) {
+    struct peer peers[6];
+    uint32_t before = atomic_load(&frames_taken);
+    atomic_store(&manner, KEEPS);
+    peers[0] = connect_as(USER, NULL, 0);
+    send_until_full(peers[0].fd, WIRE_RELEASE, 8, 3000);
+    uint32_t taken = atomic_load(&frames_taken) - before;
+    CHECK_SAY(taken > 900 && taken <= 1024, "%u", taken);
+    before += taken;
+    for (uint32_t i = 1; i < 6; i++) {
+        peers[i] = connect_as(USER, NULL, 0);
+        send_until_full(peers[i].fd, WIRE_RELEASE, 8, 3000);
+    }
+    taken = atomic_load(&frames_taken) - before;
+    CHECK_SAY(taken > 2900 && taken <= 3072, "%u of the user", taken); /* of 64 MiB, less those of the first */
+    /* Another user is answered. */
+    atomic_store(&manner, ANSWERS);
+    uint8_t bytes[64];
+    struct peer other = connect_as(USER + 1, NULL, 0);
+    send_frame(other.fd, WIRE_RELEASE, 3, "12345678", 8);
+    CHECK(receive(other.fd, bytes, sizeof(bytes)).id == 3);
+    atomic_store(&manner, ANSWERS);
+    hang_up(&other);
+    /* Room that one gives up is another's. */
+    hang_up(&peers[0]);
+    wait_for(were_taken, before + taken + 900, "frames that waited for room");
+    answer_kept();
+    for (uint32_t i = 1; i < 6; i++)
+        hang_up(&peers[i]);
+    answer_kept();
+}
+
+/* Its user wants the room: after a while it goes. */
+static void test_who_does_not_read_goes(void) {
+    static uint8_t request[1 << 18], reply[1 << 22];
+    uint64_t numbers[4];
+    struct peer silent[5], peer = connect_as(USER, NULL, 0);
+    for (uint32_t i = 0; i < 5; i++) {
+        silent[i] = connect_as(USER, NULL, 0);
+        CHECK(reserve(&silent[i], "03", 0, 1, numbers) == 0);
+        uint32_t size = reserve_make(request, "03", 0, 4000, UINT64_C(1) << 50);
+        struct wire_frame head = {size, WIRE_RESERVE, 0, 0, 1};
+        fcntl(silent[i].fd, F_SETFL, O_NONBLOCK);
+        for (uint32_t n = 0; n < 400; n++) {
+            struct iovec parts[2] = {{&head, 16}, {request, size}};
+            if (writev(silent[i].fd, parts, 2) != (ssize_t)(16 + size))
+                break;
+            usleep(1000);
+        }
+    }
+    CHECK(reserve(&peer, "03", 0, 1, numbers) == 0);
+    for (uint32_t i = 0; i < 30; i++) {
+        send_frame(peer.fd, WIRE_RESERVE, i, request, reserve_make(request, "03", 0, 4000, UINT64_C(1) << 50));
+        CHECK(receive(peer.fd, reply, sizeof(reply)).id == i);
+    }
+    for (uint32_t i = 0; i < 5; i++)
+        hang_up(&silent[i]);
+    hang_up(&peer);
+}
+
+/* Two seconds of what devices can do at once. */
+static void test_uses_that_are_told_have_a_bound(void) {
+    uint64_t inodes[512], numbers[1];
+    struct kvfs_statistics before, after;
+    struct kvfs_record record;
+    struct peer peer = connect_as(USER + 2, NULL, 0);
+    uint8_t bytes[64];
+    CHECK(reserve(&peer, "04", 0, 1, numbers) == 0 && reserve(&peer, "04", 0, 1, numbers) == 1);
+    commit(&peer, numbers, 1);
+    CHECK(kvfs_table_find_name(plane->table, SPACE_INODE, "04000000", 8, &record) == 0);
+    for (uint32_t i = 0; i < 512; i++)
+        inodes[i] = record.inode;
+    kvfs_statistics_get(plane, &before);
+    double begun = seconds_of(CLOCK_MONOTONIC);
+    for (uint32_t i = 0; i < 9000; i++)
+        send_frame(peer.fd, WIRE_HITS, 0, inodes, sizeof(inodes));
+    send_frame(peer.fd, WIRE_RELEASE, 1, inodes, 8);
+    CHECK(receive(peer.fd, bytes, sizeof(bytes)).id == 1);
+    kvfs_statistics_get(plane, &after);
+    double most = (seconds_of(CLOCK_MONOTONIC) - begun + 2) * DEVICES * (double)(UINT64_C(8) << 30) / (16384 + 3000);
+    uint64_t told = after.uses - before.uses;
+    CHECK_SAY(told > 0 && (double)told <= most + 1, "%llu of %.0f", (unsigned long long)told, most);
+    hang_up(&peer);
+}
+
+static void test_a_descriptor_goes_along(void) {
+    struct peer peer = connect_as(USER, NULL, 0);
+    send_frame(peer.fd, WIRE_EVENTS, 8, (char[16]){1}, 16);
+    char data[64];
+    union {
+        struct cmsghdr head;
+        char space[CMSG_SPACE(sizeof(int))];
+    } rights;
+    struct iovec part = {data, 20};
+    struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1, .msg_control = &rights, .msg_controllen = sizeof(rights)};
+    CHECK(recvmsg(peer.fd, &message, MSG_WAITALL | MSG_CMSG_CLOEXEC) == 20);
+    CHECK(message.msg_controllen && rights.head.cmsg_type == SCM_RIGHTS && memcmp(data + 16, "feed", 4) == 0);
+    int fd;
+    memcpy(&fd, CMSG_DATA(&rights.head), sizeof(fd));
+    close(fd);
+    hang_up(&peer);
+}
+
+/* Python's errors are any number. */
+static void test_a_status_that_no_answer_has_is_another(void) {
+    static const int32_t statuses[] = {-4096, INT32_MIN, 7, INT32_MAX, -KVFS_WIRE_ERRNO_MAX};
+    uint8_t bytes[64];
+    struct peer peer = connect_as(USER, NULL, 0);
+    for (uint32_t i = 0; i < sizeof(statuses) / sizeof(statuses[0]); i++) {
+        uint32_t before = atomic_load(&frames_taken);
+        atomic_store(&manner, KEEPS);
+        send_frame(peer.fd, WIRE_RELEASE, i, "12345678", 8);
+        wait_for(were_taken, before + 1, "a frame");
+        pthread_mutex_lock(&told_lock);
+        struct kvfs_client_frame *frame = kept[--kept_count];
+        pthread_mutex_unlock(&told_lock);
+        kvfs_client_answer(plane, frame, statuses[i], NULL, 0, -1);
+        struct wire_frame head = receive(peer.fd, bytes, sizeof(bytes));
+        CHECK_SAY(head.id == i && head.status == (i < 4 ? -EIO : -KVFS_WIRE_ERRNO_MAX), "%d", head.status);
+    }
+    atomic_store(&manner, ANSWERS);
+    hang_up(&peer);
+}
+
+/* ---- without the thread, at any time ---- */
+
+static struct clients *stand_alone(void) {
+    struct clients *made = calloc(1, sizeof(*made));
+    *made = (struct clients){.plane = plane, .sweep_ns = UINT64_MAX, .account_ns = UINT64_MAX};
+    pthread_mutex_init(&made->lock, NULL);
+    link_init(&made->turns);
+    made->poll = epoll_create1(EPOLL_CLOEXEC);
+    made->told = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+    CHECK(made->poll >= 0 && made->told >= 0);
+    return made;
+}
+
+static struct connection *alone_with(struct clients *clients, int fd) {
+    struct kvfs_client client = {.fd = fd, .uid = USER, .version = 5, .writable = 1};
+    struct connection *made = connection_new(&client);
+    made->number = 1;
+    connection_enter(clients, made);
+    CHECK(!made->ended && made->work.after);
+    return made;
+}
+
+/* Whether a frame is there, in its turn, after which it is ready no more. */
+static bool has_turn(struct clients *clients, struct connection *connection) {
+    if (connection->work.after && !connection->starved)
+        link_drop(&connection->work);
+    connection->readable = true;
+    return connection_frame(clients, connection);
+}
+
+static void stand_down(struct clients *clients, struct connection *connection) {
+    connection_end(clients, connection, NULL);
+    struct client_user *user = connection->user;
+    for (struct frame *frame; (frame = frames_take(&clients->handed));)
+        frame_free(frame);
+    connection_free(connection);
+    free(user);
+    pthread_mutex_destroy(&clients->lock);
+    close(clients->poll);
+    close(clients->told);
+    free(clients);
+}
+
+static void test_a_large_frame_leaves_no_memory_behind(void) {
+    int pair[2];
+    CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, pair) == 0);
+    struct clients *clients = stand_alone();
+    struct connection *connection = alone_with(clients, pair[1]);
+    uint32_t size = 1 << 20;
+    uint8_t *frame = calloc(1, 16 + size);
+    memcpy(frame, &(struct wire_frame){size, WIRE_RESERVE, 0, 0, 1}, 16);
+    for (uint32_t round = 0; round < 3; round++) {
+        bool there = false;
+        for (uint64_t at = 0; !there; there = has_turn(clients, connection)) {
+            ssize_t n = at < 16 + size ? send(pair[0], frame + at, 16 + size - at, MSG_NOSIGNAL) : 0;
+            at += n > 0 ? (uint64_t)n : 0;
+        }
+        /* Of the next frame something is there already. */
+        connection_used(connection);
+        CHECK_SAY(connection->capacity <= 256 << 10, "%llu bytes", (unsigned long long)connection->capacity);
+        connection_give(clients, connection, connection->cost);
+    }
+    free(frame);
+    stand_down(clients, connection);
+    close(pair[0]);
+    close(pair[1]);
+}
+
+/* Late is who does not send, and not who is not read. */
+static void test_who_waits_for_a_turn_or_for_room_is_not_late(void) {
+    int pair[2];
+    uint8_t bytes[80] = {0};
+    const uint64_t second = 1000000000;
+    CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, pair) == 0);
+    struct clients *clients = stand_alone();
+    struct connection *connection = alone_with(clients, pair[1]);
+    memcpy(bytes, &(struct wire_frame){64, WIRE_LOOKUP, 0, 0, 5}, 16);
+    send_all(pair[0], bytes, 76);
+    CHECK(!has_turn(clients, connection) && connection->counted); /* it lacks 4 bytes */
+    connection_ready(clients, connection);
+    uint64_t now = now_ns() + 31 * second;
+    connections_sweep(clients, now);
+    CHECK(!connection->ended); /* others' turns have lasted long */
+    send_all(pair[0], bytes + 76, 4);
+    CHECK(has_turn(clients, connection));
+    connection_used(connection);
+    connection_give(clients, connection, connection->cost);
+    /* Its user's other frames have all of the room, for a minute. */
+    uint64_t most = UINT64_C(64) << 20;
+    connection->user->kept = connection->kept = most;
+    send_all(pair[0], bytes, 76);
+    CHECK(!has_turn(clients, connection) && connection->starved);
+    now = now_ns();
+    for (uint32_t i = 0; i < 240; i++)
+        connections_sweep(clients, now += second / 4);
+    CHECK(!connection->ended);
+    connection_give(clients, connection, most);
+    CHECK(!connection->starved && connection->work.after);
+    link_drop(&connection->work); /* it has its turn, and waits for the peer */
+    connections_sweep(clients, now += second / 4);
+    CHECK(!connection->ended);
+    connections_sweep(clients, now += 31 * second);
+    CHECK(connection->ended);
+    stand_down(clients, connection);
+    close(pair[0]);
+    close(pair[1]);
+}
+
+/* Any bytes, any ends, while Python does anything. */
+static void test_a_storm(void) {
+    struct peer peers[CLIENTS_MAX];
+    bool there[CLIENTS_MAX] = {false};
+    uint8_t bytes[1 << 15];
+    uint64_t numbers[64] = {0};
+    unsigned seed = 11;
+    atomic_store(&manner, ANY);
+    for (uint32_t step = 0; step < 6000; step++) {
+        uint32_t i = (uint32_t)rand_r(&seed) % CLIENTS_MAX, what = (uint32_t)rand_r(&seed) % 20;
+        if (!there[i]) {
+            peers[i] = connect_as(USER, NULL, 0);
+            int size = 4096 << rand_r(&seed) % 6;
+            setsockopt(peers[i].theirs, SOL_SOCKET, SO_SNDBUF, &size, sizeof(size));
+            there[i] = true;
+        }
+        static const uint32_t types[] = {WIRE_RESERVE, WIRE_COMMIT, WIRE_HITS, WIRE_RELEASE, WIRE_REPORT, WIRE_LIST, WIRE_EVENTS, WIRE_DELETE};
+        uint32_t type = types[(uint32_t)rand_r(&seed) % 8], size = (uint32_t)rand_r(&seed) % 300 & ~7u;
+        if (what < 12) {
+            for (uint32_t n = 0; n < 64; n++)
+                numbers[n] = (uint64_t)rand_r(&seed) % 5000;
+            size = type == WIRE_RESERVE   ? reserve_make(bytes + 16, "05", (uint32_t)rand_r(&seed) % 500, 1 + (uint32_t)rand_r(&seed) % 90, 3000)
+                   : type == WIRE_COMMIT  ? commit_make(bytes + 16, numbers, 1 + (uint32_t)rand_r(&seed) % 64)
+                   : type == WIRE_EVENTS  ? 16
+                   : type == WIRE_RELEASE ? 8
+                                          : size;
+        } else if (what < 13) {
+            for (uint32_t n = 0; n < 400; n++)
+                bytes[n] = (uint8_t)rand_r(&seed);
+        }
+        if (what != 12)
+            memcpy(bytes, &(struct wire_frame){size, (uint16_t)type, 0, 0, step}, 16);
+        if (what < 17) {
+            uint32_t whole = what == 16 ? (uint32_t)rand_r(&seed) % (16 + size) : 16 + size;
+            ssize_t n = send(peers[i].fd, bytes, whole, MSG_DONTWAIT | MSG_NOSIGNAL);
+            there[i] = n == (ssize_t)whole && what != 16;
+        } else if (what == 17) {
+            while (recv(peers[i].fd, bytes, sizeof(bytes), MSG_DONTWAIT) > 0)
+                ;
+        } else if (what == 18 && rand_r(&seed) % 8 == 0) {
+            kvfs_client_end(plane, peers[i].number, rand_r(&seed) % 2);
+            there[i] = false;
+        } else if (what == 19) {
+            segment_open((uint32_t)rand_r(&seed) % 4 ? 3 : UINT32_MAX);
+            there[i] = rand_r(&seed) % 4 != 0;
+            kvfs_directories_changed(plane, rand_r(&seed) % 2);
+        }
+        if (!there[i])
+            hang_up(&peers[i]);
+        answer_kept();
+    }
+    for (uint32_t i = 0; i < CLIENTS_MAX; i++)
+        if (there[i])
+            hang_up(&peers[i]);
+    atomic_store(&manner, ANSWERS);
+}
+
+int main(void) {
+    (void)pattern;
+    plane_begin();
+    names = kvfs_plane_names(plane);
+    kvfs_names_number(names, UINT64_C(3) << KVFS_COUNTER_BITS, 0);
+    CHECK((places = kvfs_places_make(names, SEGMENTS, END_PAGE, 1u << 20)));
+    directory_put(1, 1, "");
+    directory_put(SPACE_INODE, 1, "space");
+    kvfs_names_leave(names, KVFS_LEAVE_CLOSED, 0);
+    for (uint32_t i = 0; i < KVFS_SHARDS; i++)
+        shards[i] = (struct kvfs_shard){SPACE_INODE, 8, 0};
+    CHECK((told_fd = kvfs_clients_start(plane, &(struct kvfs_clients_config){0, 30000000000})) >= 0);
+    CHECK(pthread_create(&python, NULL, python_main, NULL) == 0);
+    segment_open(1);
+    RUN(test_a_put_needs_python_once);
+    RUN(test_a_put_goes_on_to_the_next_segment);
+    RUN(test_frames_in_pieces);
+    RUN(test_heads_that_break_a_rule);
+    RUN(test_hang_ups_in_every_state);
+    RUN(test_ends_from_above);
+    RUN(test_a_descriptor_goes_along);
+    RUN(test_uses_that_are_told_have_a_bound);
+    RUN(test_what_is_kept_is_bounded);
+    RUN(test_who_does_not_read_goes);
+    RUN(test_a_status_that_no_answer_has_is_another);
+    RUN(test_a_large_frame_leaves_no_memory_behind);
+    RUN(test_who_waits_for_a_turn_or_for_room_is_not_late);
+    RUN(test_a_storm);
+    wait_for(none_runs, 0, "the end of all");
+    struct kvfs_reservation_statistics reserved;
+    struct clients_count all = clients_count(plane);
+    kvfs_reservation_statistics_get(plane, &reserved);
+    CHECK(all.connections == 0 && reserved.open == 0 && reserved.pages == 0 && reserved.resting == 0);
+    atomic_store(&python_ends, true);
+    pthread_join(python, NULL);
+    /* A plane that comes down beside a connection takes it along. */
+    plane_end();
+    printf("ok the plane comes down with nothing left\n");
+    return 0;
+}
