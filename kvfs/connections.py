@@ -25,12 +25,17 @@ class Handed:
         self.client = cast(int, told.client)
         self.ended = told.what == lib.KVFS_CLIENT_ENDED
         self.kind = cast(int, told.type)
-        self.payload = cast(bytes, ffi.buffer(told.payload, told.size)[:])
+        self.size = cast(int, told.size)
         # What is under way: the caller goes on with it, from `next`.
         self.reserve = None if told.reserve == ffi.NULL else Reserve(plane, told.reserve)
         self.commit = None if told.commit == ffi.NULL else Commit(told.commit, plane)
         self.next = None if told.next < 0 else Next(told.next)
         self.replaced = False  # the caller's
+
+    @property
+    def payload(self) -> bytes:
+        """A copy, made now. Before its end. What is under way needs none."""
+        return cast(bytes, ffi.buffer(self._told.payload, self.size)[:])
 
     @property
     def under_way(self) -> bool:

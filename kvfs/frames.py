@@ -76,6 +76,7 @@ class Totals(NamedTuple):
     committed: int
     superseded: int
     reclaimed: int
+    gains: int
 
 
 RunFields = tuple[int, int, int, int]  # generation, segment, page, page count
@@ -132,7 +133,7 @@ class Frames:
         lib.kvfs_reservations_rested(self._plane, user, pages)
 
     def directories_changed(self, *, moved: bool) -> None:
-        """Directories have moved, or else one was removed, replaced, or got other attributes. Within the step of the
+        """Directories have moved, or else one was removed or replaced. Within the step of the
         change."""
         lib.kvfs_directories_changed(self._plane, moved)
 
@@ -159,6 +160,11 @@ class Frames:
     def free(self, holder: HolderPages) -> None:
         """Nothing is left of its reservations."""
         lib.kvfs_holder_free(self._plane, holder)
+
+    def gains(self) -> int:
+        """How often there was more room than before for others' reservations."""
+        lib.kvfs_reservation_statistics_get(self._plane, self._totals)
+        return cast(int, self._totals.gains)
 
     def totals(self) -> Totals:
         lib.kvfs_reservation_statistics_get(self._plane, self._totals)

@@ -59,7 +59,7 @@ _CHECKING_MAX = 4
 # Threads that open descriptors for welcomes, and that wait for other nodes.
 _OPENING_MAX = 4
 _ASKING_MAX = 16
-_RECEIVE_SIZE = 1 << 16
+_RECEIVE_SIZE = 1 << 12
 # Descriptors of the feed that were sent on a connection and not taken.
 _HANDED_MAX = 8
 # Namespaces whose directories of keys one connection remembers.
@@ -517,7 +517,7 @@ class _Connection:
                 hear = _REQUESTS[frame.kind].hear
                 assert hear is not None
                 try:
-                    with suppress(KvfsError), self._breaches(frame.kind, frame.payload):
+                    with suppress(KvfsError), self._breaches(frame):
                         hear(self, frame.payload)
                 except Violation as violation:
                     self._break(str(violation))
@@ -571,7 +571,7 @@ class _Connection:
                 if request.writes and not self.writable:
                     pool, own = "the pool is mounted read-only", "this client is connected for reading only"
                     raise RefusedError(errno.EROFS, pool if self._clients.read_only else own)
-                with self._breaches(frame.kind, frame.payload):
+                with self._breaches(frame):
                     answer = None if frame.under_way else await handle(self, frame.payload)
                     await self._go_on(frame)
                     status = 0
@@ -588,14 +588,14 @@ class _Connection:
 
     @staticmethod
     @contextmanager
-    def _breaches(kind: int, payload: bytes) -> Iterator[None]:
+    def _breaches(frame: Handed) -> Iterator[None]:
         """Of the protocol, as parsers find them."""
         try:
             yield
         except FrameError as error:
             raise Violation(str(error)) from error
         except struct.error as error:
-            raise Violation(f"a frame of type {kind} that ends too early: {len(payload)} bytes") from error
+            raise Violation(f"a frame of type {frame.kind} that ends too early: {frame.size} bytes") from error
 
     async def reserve(self, payload: bytes) -> bytes:
         base, space, count, flags, at = wire.parse_where(payload, Flags.TABLE | Flags.HASHES | Flags.PARENTS)

@@ -107,6 +107,7 @@ class Reservations:
         self._work = trio.Event()
         self._idle = False  # run() knows of nothing that will expire
         self._released = trio.Event()
+        self._gains = 0  # as of the last wake-up
 
     # ---- clients ----
 
@@ -135,6 +136,7 @@ class Reservations:
         with self.names:
             self._segments.take_notes()
             self._count(holder)
+        self._wake_for_gains()
 
     def _count(self, holder: Holder) -> None:
         told = holder.told
@@ -363,6 +365,13 @@ class Reservations:
         self._released.set()
         self._released = trio.Event()
 
+    def _wake_for_gains(self) -> None:
+        """Another thread may reserve more than it has ended, before and after: what holders have now does not tell."""
+        gains = self._frames.gains()
+        if gains != self._gains:
+            self._gains = gains
+            self._wake()
+
     async def run(self) -> None:
         """Take back what expired or was given up. Until cancelled."""
         while True:
@@ -384,6 +393,7 @@ class Reservations:
         if expired:
             log.warning("%d reservations of native clients were not committed within %d s: taken back",
                         expired, RESERVATION_MS // 1000)  # fmt: skip
+            self._wake_for_gains()
         return until
 
     def _end_late(self) -> float:

@@ -11,6 +11,10 @@
 #include "kvfs_plane.h"
 
 #define KVFS_FRAME_PART 64
+/* An item of RESERVE in its answer, as is usual. One with many directories above it takes more, of what its user has left of all memory that
+ * native clients may have (kvfs_clients.h). Where nothing is left an item finds no place. */
+#define KVFS_RESERVED_SIZE 512u
+#define KVFS_CLIENT_MEMORY 67108864u
 #define KVFS_SHARDS 256
 
 /* A directory that a frame's items are in. With a table of directories it has its number there. Without one it is that of the keys that begin with
@@ -47,6 +51,7 @@ uint64_t kvfs_holder_late(struct kvfs_plane *plane, struct kvfs_holder *holder);
 
 struct kvfs_reservation_statistics {
     uint64_t open, pages, resting, committed, superseded, reclaimed;
+    uint64_t gains; /* so far: of room for others' reservations */
 };
 void kvfs_reservation_statistics_get(struct kvfs_plane *plane, struct kvfs_reservation_statistics *out);
 /* The most that all clients together may have reserved, pages and reservations. A client may have half of the reservations. A user has all of the
@@ -56,7 +61,7 @@ void kvfs_reservation_statistics_get(struct kvfs_plane *plane, struct kvfs_reser
 void kvfs_reservations_limit(struct kvfs_plane *plane, uint64_t share_pages, uint32_t open_max);
 /* Late writes of clients that are gone cannot land any more in these pages of a user (rested_pages): they count for it no longer. */
 void kvfs_reservations_rested(struct kvfs_plane *plane, uint32_t uid, uint64_t pages);
-/* Directories have moved; or else one was removed, replaced, or got other attributes. Within the step of the change. */
+/* Directories have moved; or else one was removed or replaced. Within the step of the change. */
 void kvfs_directories_changed(struct kvfs_plane *plane, int moved);
 /* One that the data plane has reserved or committed for since the last call (KVFS_EVENT_RESERVED). NULL: there is none. */
 struct kvfs_holder *kvfs_holder_changed(struct kvfs_plane *plane);

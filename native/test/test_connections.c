@@ -485,6 +485,32 @@ static void test_what_is_kept_is_bounded(void) {
     answer_kept();
 }
 
+/* C has a frame until its end, and Python a copy. */
+static void test_a_frame_that_python_has_counts_twice(void) {
+    const uint32_t size = 1400000, most = (16 << 20) / (2 * size);
+    uint8_t *frame = calloc(1, 16 + size);
+    struct peer peer = connect_as(USER, NULL, 0);
+    uint32_t before = atomic_load(&frames_taken), begun = 0;
+    atomic_store(&manner, KEEPS);
+    memcpy(frame, &(struct wire_frame){size, WIRE_RESERVE, 0, 0, 1}, 16);
+    fcntl(peer.fd, F_SETFL, O_NONBLOCK);
+    for (uint64_t at = 0, idle = 0; idle < 200 && begun < 12;) {
+        ssize_t n = send(peer.fd, frame + at, 16 + size - at, MSG_NOSIGNAL);
+        idle = n > 0 ? 0 : idle + 1;
+        at += n > 0 ? (uint64_t)n : 0;
+        begun += at == 16 + size;
+        at = at == 16 + size ? 0 : at;
+        if (n <= 0)
+            usleep(1000);
+    }
+    free(frame);
+    wait_for(were_taken, before + most, "frames within the bound");
+    CHECK_SAY(atomic_load(&frames_taken) == before + most, "%u", atomic_load(&frames_taken) - before);
+    atomic_store(&manner, ANSWERS);
+    answer_kept();
+    hang_up(&peer);
+}
+
 /* Its user wants the room: after a while it goes. */
 static void test_who_does_not_read_goes(void) {
     static uint8_t request[1 << 18], reply[1 << 22];
@@ -584,6 +610,7 @@ static struct clients *stand_alone(void) {
     *made = (struct clients){.plane = plane, .sweep_ns = UINT64_MAX, .account_ns = UINT64_MAX};
     pthread_mutex_init(&made->lock, NULL);
     link_init(&made->turns);
+    link_init(&made->settling);
     made->poll = epoll_create1(EPOLL_CLOEXEC);
     made->told = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
     CHECK(made->poll >= 0 && made->told >= 0);
@@ -636,12 +663,106 @@ static void test_a_large_frame_leaves_no_memory_behind(void) {
         }
         /* Of the next frame something is there already. */
         connection_used(connection);
-        CHECK_SAY(connection->capacity <= 256 << 10, "%llu bytes", (unsigned long long)connection->capacity);
+        CHECK_SAY(connection->capacity <= CONNECTION_SIZE, "%llu bytes", (unsigned long long)connection->capacity);
         connection_give(clients, connection, connection->cost);
     }
     free(frame);
     stand_down(clients, connection);
     close(pair[0]);
+    close(pair[1]);
+}
+
+/* All that a connection has counts, also while it waits for room: what lies ahead, and the directories that it remembers. */
+static void test_what_is_received_ahead_counts(void) {
+    static uint8_t frames[128 << 10];
+    static struct space space = {.base = 1, .size = 5, .path = "space"};
+    int pair[2];
+    CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, pair) == 0);
+    struct clients *clients = stand_alone();
+    struct connection *connection = alone_with(clients, pair[1]);
+    CHECK(connection->kept == CONNECTION_SIZE && connection->user->kept == CONNECTION_SIZE);
+    for (uint32_t i = 0; i < 2 * KVFS_CLIENT_SPACES; i++) {
+        space.base = i;
+        connection_remember(connection, &space);
+    }
+    uint64_t base = CONNECTION_SIZE + KVFS_CLIENT_SPACES * sizeof(space);
+    CHECK_SAY(connection->kept == base, "%llu", (unsigned long long)connection->kept);
+    CHECK(atomic_load(&connection->user->user->kept) == base);
+    for (uint32_t i = 0; i < sizeof(frames) / 24; i++)
+        memcpy(frames + 24 * i, &(struct wire_frame){8, WIRE_RELEASE, 0, 0, i}, 16);
+    for (ssize_t n = 1, at = 0; n > 0; at += n) /* as much as the socket takes */
+        n = send(pair[0], frames + at, sizeof(frames) - (size_t)at, MSG_NOSIGNAL);
+    connection_keep(connection, KVFS_CLIENT_MEMORY);
+    for (uint32_t i = 0; i < 5; i++) {
+        CHECK(!has_turn(clients, connection) && connection->starved);
+        connection_ready(clients, connection);
+    }
+    CHECK_SAY(connection->capacity <= CONNECTION_SIZE, "%llu bytes", (unsigned long long)connection->capacity);
+    stand_down(clients, connection);
+    /* There is no room for more directories. */
+    CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, pair + 0) == 0);
+    clients = stand_alone();
+    connection = alone_with(clients, pair[1]);
+    connection_keep(connection, KVFS_CLIENT_MEMORY - CONNECTION_SIZE);
+    connection_remember(connection, &space);
+    CHECK(!connection->spaces[0] && connection->user->kept == KVFS_CLIENT_MEMORY);
+    stand_down(clients, connection);
+}
+
+/* Commits that wait are looked at in their user's turn: a part of them, then others have theirs. */
+static void test_commits_that_wait_have_turns(void) {
+    int pair[2];
+    CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, pair) == 0);
+    struct clients *clients = stand_alone();
+    struct connection *connection = alone_with(clients, pair[1]);
+    struct kvfs_holder *holder = kvfs_holder_create(plane, USER);
+    struct client_user *user = connection->user;
+    uint32_t run = kvfs_place_take(names, 7, 10), behind = kvfs_place_take(names, 7, 1);
+    const struct kvfs_run last = {9, 7, behind, 1, 0};
+    link_drop(&connection->work);
+    link_drop(&user->turn);
+    for (uint32_t i = 0; i < 5; i++) {
+        struct frame *frame = calloc(1, sizeof(*frame) + 8);
+        *frame = (struct frame){.told = {.client = 1, .what = KVFS_CLIENT_FRAME, .type = WIRE_COMMIT, .size = 8},
+                                .plane = plane,
+                                .connection = connection,
+                                .settles_until_ns = UINT64_MAX,
+                                .id = i,
+                                .fd = -1};
+        frame->told.commit = kvfs_commit_begin(holder, frame->payload, 0);
+        frame->told.commit->runs = &last;
+        frame->told.commit->run_count = 1;
+        frames_add(&user->settling, frame);
+    }
+    link_add(&clients->settling, &user->settles);
+    clients->settle_ns = 1000;
+    frames_settle_soon(clients, 999);
+    CHECK(!user->looks && !user->turn.after); /* nothing has ended, and it was looked a moment ago */
+    frames_settle_soon(clients, 1000);
+    CHECK(user->looks && user->turn.after && clients->settle_ns > 1000);
+    frames_settle(clients, user, 1); /* the turn is over after one */
+    CHECK(user->looks && user->settling.first->id == 1 && user->settling.last->id == 0);
+    frames_settle(clients, user, UINT64_MAX);
+    CHECK(!user->looks && user->settling.first->id == 1);
+    kvfs_place_release(names, 7, run);
+    clients->runs_ended = true;
+    frames_settle_soon(clients, 1001);
+    CHECK(user->looks && !clients->runs_ended);
+    uint8_t bytes[64];
+    for (uint32_t i = 1; i < 4; i++) {
+        frames_settle(clients, user, 1);
+        CHECK(user->looks && receive(pair[0], bytes, sizeof(bytes)).id == i);
+        CHECK(recv(pair[0], bytes, 1, MSG_DONTWAIT) < 0);
+    }
+    close(pair[0]); /* the end of one takes along those that wait, also in the middle of a look */
+    frames_settle(clients, user, UINT64_MAX);
+    CHECK(connection->ended && !user->settling.first && !user->looks);
+    frames_settle_soon(clients, UINT64_MAX);
+    CHECK(link_empty(&clients->settling));
+    stand_down(clients, connection);
+    kvfs_place_release(names, 7, behind);
+    kvfs_holder_leave(plane, holder);
+    kvfs_holder_free(plane, holder);
     close(pair[1]);
 }
 
@@ -665,8 +786,8 @@ static void test_who_waits_for_a_turn_or_for_room_is_not_late(void) {
     connection_used(connection);
     connection_give(clients, connection, connection->cost);
     /* Its user's other frames have all of the room, for a minute. */
-    uint64_t most = UINT64_C(64) << 20;
-    connection->user->kept = connection->kept = most;
+    uint64_t most = KVFS_CLIENT_MEMORY;
+    connection_keep(connection, most);
     send_all(pair[0], bytes, 76);
     CHECK(!has_turn(clients, connection) && connection->starved);
     now = now_ns();
@@ -765,9 +886,12 @@ int main(void) {
     RUN(test_a_descriptor_goes_along);
     RUN(test_uses_that_are_told_have_a_bound);
     RUN(test_what_is_kept_is_bounded);
+    RUN(test_a_frame_that_python_has_counts_twice);
     RUN(test_who_does_not_read_goes);
     RUN(test_a_status_that_no_answer_has_is_another);
     RUN(test_a_large_frame_leaves_no_memory_behind);
+    RUN(test_what_is_received_ahead_counts);
+    RUN(test_commits_that_wait_have_turns);
     RUN(test_who_waits_for_a_turn_or_for_room_is_not_late);
     RUN(test_a_storm);
     wait_for(none_runs, 0, "the end of all");

@@ -645,6 +645,62 @@ static void test_frames_of_any_bytes(void) {
     printf("ok frames of any bytes: %u were none that breaks a rule\n", good);
 }
 
+/* Records of directories above make an answer large: it takes what its user has left of all that clients may have, and ends there. */
+static void test_answers_of_deep_directories_are_bounded(void) {
+    enum { DEPTH = 200, COUNT = 64 };
+    const uint64_t left = 300000;
+    uint64_t next;
+    struct user *user = user_get(plane, 7);
+    uint32_t keys[COUNT], found = 0, refused = 0;
+    uint8_t items[4096], missing[KVFS_SHARDS];
+    for (uint64_t i = 0; i < DEPTH; i++)
+        directory_put(900 + i, i ? 899 + i : 1, "d");
+    struct kvfs_shard deep[KVFS_SHARDS];
+    for (uint32_t i = 0; i < KVFS_SHARDS; i++)
+        deep[i] = (struct kvfs_shard){900 + DEPTH - 1, 8, 0};
+    for (uint32_t i = 0; i < COUNT; i++)
+        keys[i] = i % KEYS;
+    kvfs_reservations_expire(plane, UINT64_MAX - 1, &next);
+    bury_all();
+    kvfs_reservations_limit(plane, 100000, OPEN_MAX);
+    uint64_t size = items_make(items, keys, COUNT, 4096);
+    CHECK(kvfs_frame_check(WIRE_RESERVE, 0, items, size, COUNT, 0, deep, missing) == 0);
+    uint32_t empty = 0;
+    while (places[empty].run_count)
+        CHECK(++empty < SEGMENTS);
+    places[empty].next_page = 1;
+    kvfs_place_head(names, 1, empty, 9);
+    atomic_store(&user->kept, KVFS_CLIENT_MEMORY - left);
+    struct kvfs_reserve *frame = kvfs_reserve_begin(holders[0], 0, items, COUNT, deep, 7);
+    CHECK(frame && kvfs_reserve(plane, frame) == KVFS_FRAME_DONE);
+    CHECK(user->answering > 0 && user->answering <= left);
+    /* Another frame of the user's, meanwhile. */
+    struct kvfs_reserve *other = kvfs_reserve_begin(holders[0], 0, items, COUNT, deep, 7);
+    CHECK(other && kvfs_reserve(plane, other) == KVFS_FRAME_DONE);
+    CHECK(user->answering <= left && frame->answer_size + other->answer_size <= 2 * COUNT * KVFS_RESERVED_SIZE + left);
+    kvfs_reserve_finish(plane, frame, clock_now + 100);
+    const uint8_t *at = frame->answer;
+    for (uint32_t i = 0; i < COUNT; i++) {
+        struct wire_reserved reserved;
+        memcpy(&reserved, at, sizeof(reserved));
+        at += sizeof(reserved);
+        if (reserved.error == 0)
+            at += sizeof(struct wire_run) + reserved.record_size + reserved.ancestors_size;
+        CHECK(reserved.error == 0 || reserved.error == -ENOSPC);
+        found += reserved.error == 0;
+        refused += reserved.error != 0;
+    }
+    CHECK_SAY(found > 5 && refused > 5, "%u, %u", found, refused);
+    kvfs_reserve_end(plane, frame);
+    kvfs_reserve_end(plane, other);
+    CHECK(user->answering == 0);
+    atomic_store(&user->kept, 0);
+    kvfs_reservations_limit(plane, 2000, OPEN_MAX);
+    kvfs_reservations_expire(plane, UINT64_MAX - 1, &next);
+    bury_all();
+    printf("ok answers of deep directories are bounded\n");
+}
+
 int main(void) {
     (void)pattern;
     plane_begin();
@@ -657,6 +713,7 @@ int main(void) {
     test_who_holds_too_much_waits_or_is_refused();
     test_names_that_no_file_has_are_refused();
     test_frames_of_any_bytes();
+    test_answers_of_deep_directories_are_bounded();
     for (uint32_t i = 0; i < HOLDERS; i++)
         kvfs_holder_leave(plane, holders[i]);
     bury_all();

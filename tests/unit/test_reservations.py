@@ -16,11 +16,12 @@ from client_double import Place, places_in, run_bytes, wanted
 from helpers import slowness
 from store_pools import LAZY, OPTIONS, crashed_store, make_pool, names, rename, settle, verify_all, with_store, write
 
-from kvfs.frames import SHARDS, Next, Shards
+from kvfs.frames import SHARDS, Next, Reserve, Shards
 from kvfs.lent import Part
 from kvfs.names import Note
 from kvfs.namespace.files import Changes, Namespace
 from kvfs.plane import Run
+from kvfs.pool.format import Stream
 from kvfs.record import Inode, InodeFlags
 from kvfs.store import reservations
 from kvfs.store import segments as segments_module
@@ -792,6 +793,66 @@ def test_room_that_came_before_the_wait_ends_it(pool: Path, monkeypatch: pytest.
             with trio.fail_after(20 * slowness()):
                 await store.reservations.reserve_on(modest.holder, frame, found, 100.0, pause)
             assert places_in(frame.answer(), 1)[0].error == 0 and looks.count(Next.ROOM) == 2 - handed
+
+    with_store(pool, work)
+
+
+@pytest.mark.parametrize("ends", ["by a commit", "by expiry"])
+def test_who_waits_for_a_reservation_has_it_though_pages_are_more(
+    pool: Path, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    """A thread of C has reserved more pages than it ends, both since Python looked last; or they are not buried yet."""
+
+    async def work(store: Store) -> None:
+        modest, greedy, shards = Writer(store), Writer(store), Shards()
+        frames, own, segments = store.plane.frames, store.reservations, store.segments
+        for number in range(SHARDS):
+            shards[number].directory = ROOT_INODE
+        small = await greedy.place(b"small", 4096)
+        frames.limit(1 << 20, 2)
+        items, ended = Part(wanted([(b"large", 1 << 20)])), Part(struct.pack("<Qq", small.number, 0))
+        with frames.reserve(greedy.holder.told, items, 1, shards, 7, 0) as large:
+            while (found := large.go()) == Next.PLACE:
+                head, pages = segments.head(Stream.CLIENT), (large.told.header_pages, large.told.data_pages)
+                runs = await segments.allocate(head, *pages)
+                large.place([(run.generation, run.segment, run.page, run.page_count) for run in runs])
+            assert found == Next.DONE
+            large.finish(1 << 62)
+        own._look(modest.holder)  # of what came before nobody is told again
+        found_room, buried, go, looks, tombstone = trio.Event(), trio.Event(), Reserve.go, [], segments.tombstone
+
+        async def bury(runs: Sequence[Run]) -> None:
+            await buried.wait()
+            await tombstone(runs)
+
+        def look(frame: Reserve) -> Next | None:
+            looks.append(go(frame))
+            return looks[-1]
+
+        async def wait() -> None:
+            await modest.place(b"modest", 4096)
+            found_room.set()
+
+        async with trio.open_nursery() as nursery:
+            monkeypatch.setattr(Reserve, "go", look)
+            nursery.start_soon(wait)
+            while not looks:
+                await trio.lowlevel.checkpoint()
+            assert looks == [Next.ROOM]
+            if ends == "by a commit":
+                with frames.commit(greedy.holder.told, ended, 1) as told:
+                    assert told.go() == Next.DONE
+                own._look(greedy.holder)
+            else:
+                monkeypatch.setattr(segments, "tombstone", bury)
+                with monkeypatch.context() as patch:
+                    patch.setattr(reservations, "_nanoseconds", lambda _: 1 << 62)
+                    own._expire()
+            try:
+                with trio.fail_after(20 * slowness()):
+                    await found_room.wait()
+            finally:
+                buried.set()
 
     with_store(pool, work)
 

@@ -45,7 +45,9 @@ struct user {
     atomic_ullong writing;                        /* bytes of files being written */
     atomic_ullong reserved;                       /* pages of reservations, and that rest; changed within a step */
     uint64_t told_left, told_ns;                  /* bytes of uses that its clients may tell, as of then: the thread of frames has them */
-    uint64_t resting;                             /* pages of those that nobody can commit. Within a step, as is `clients` */
+    uint64_t resting;                             /* pages of those that nobody can commit. Within a step, as is all up to `clients` */
+    uint64_t answering;                           /* bytes that answers to RESERVE take beyond what is usual, until they are made */
+    atomic_ullong kept;                           /* bytes of its clients' connections, requests and answers: the thread of frames has them */
     uint32_t clients;                             /* that are connected */
     atomic_ullong evicted;                        /* blocks that went while the user had them open */
     atomic_llong names;                           /* records that eviction cannot take: kvfs_table_watch() */

@@ -51,6 +51,7 @@ void kvfs_holder_leave(struct kvfs_plane *plane, struct kvfs_holder *told) {
     }
     assert(!told->open && !told->open_pages && !told->late_pages && holder->user->clients > 0);
     plane->reservations.users -= !--holder->user->clients;
+    plane->reservations.gains++;
     kvfs_names_end(plane->names);
 }
 
@@ -78,6 +79,7 @@ static void count_resting(struct kvfs_plane *plane, struct user *user, uint64_t 
     atomic_fetch_add(&user->reserved, more - less);
     user->resting += more - less;
     plane->reservations.resting += more - less;
+    plane->reservations.gains += less > more;
 }
 
 static void limits(const struct kvfs_plane *plane, const struct holder *holder, uint64_t *own, uint64_t *resting) {
@@ -106,6 +108,7 @@ void kvfs_reservations_limit(struct kvfs_plane *plane, uint64_t share_pages, uin
     kvfs_names_begin(plane->names);
     plane->reservations.share_pages = share_pages;
     plane->reservations.open_max = open_max;
+    plane->reservations.gains++;
     kvfs_names_end(plane->names);
 }
 
@@ -162,6 +165,7 @@ void reservation_discharge(struct kvfs_plane *plane, struct holder *holder, uint
     atomic_fetch_sub(&holder->user->reserved, pages);
     holder->told.pages -= pages;
     plane->reservations.pages -= pages;
+    plane->reservations.gains++;
 }
 
 /* ---- one reservation ---- */
@@ -210,6 +214,7 @@ static void close_one(struct kvfs_plane *plane, struct reservation *reservation)
     told->open--;
     told->open_pages -= reservation->pages;
     plane->reservations.open_count--;
+    plane->reservations.gains++;
 }
 
 /* `rest`: the client is gone, and what it had under way may still land. */
@@ -332,6 +337,7 @@ void kvfs_reservation_buried(struct kvfs_plane *plane, uint64_t number) {
 void kvfs_reservation_statistics_get(struct kvfs_plane *plane, struct kvfs_reservation_statistics *out) {
     const struct reservations *all = &plane->reservations;
     kvfs_names_begin(plane->names);
-    *out = (struct kvfs_reservation_statistics){all->open_count, all->pages, all->resting, all->committed, all->superseded, all->reclaimed};
+    *out =
+        (struct kvfs_reservation_statistics){all->open_count, all->pages, all->resting, all->committed, all->superseded, all->reclaimed, all->gains};
     kvfs_names_end(plane->names);
 }

@@ -36,6 +36,7 @@ struct reservations {
     atomic_ullong changes;      /* of directories: moves, and those that went or were replaced */
     uint32_t awaited;           /* RESERVEs that wait for pages of others */
     uint64_t last_number, pages, committed, superseded, reclaimed;
+    uint64_t gains;                       /* so far: somebody has less than before, of pages or of reservations, or may have more */
     uint64_t resting;                     /* pages without a reservation, where late writes may still land */
     uint64_t share_pages;                 /* kvfs_reservations_limit() */
     uint64_t moves;                       /* of directories so far */

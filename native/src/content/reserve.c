@@ -17,6 +17,7 @@ struct reserve {
     struct reservation *pending; /* charged; it waits for a place */
     uint8_t *answer, *ancestors;
     uint64_t capacity, ancestors_size, ancestors_capacity;
+    uint64_t beyond; /* the part of user->answering that is its */
     struct link made;
     bool waits; /* for pages of others */
 };
@@ -131,6 +132,18 @@ static bool grow(uint8_t **memory, uint64_t *capacity, uint64_t size) {
     return true;
 }
 
+/* The answer may take so much memory, as far as that of its user goes. */
+static bool answer_charge(struct reserve *frame, uint64_t size) {
+    struct user *user = frame->holder->user;
+    uint64_t usual = frame->count * (uint64_t)KVFS_RESERVED_SIZE, beyond = size - min_u64(size, usual);
+    uint64_t more = beyond - min_u64(beyond, frame->beyond);
+    if (more && atomic_load(&user->kept) + user->answering + more > KVFS_CLIENT_MEMORY)
+        return false;
+    frame->beyond += more;
+    user->answering += more;
+    return true;
+}
+
 static void answer_add(struct reserve *frame, const void *data, uint64_t size) {
     uint64_t padded = round_up(size, 8);
     assert(frame->told.answer_size + padded <= frame->capacity);
@@ -147,11 +160,12 @@ static void answer_error(struct reserve *frame, const struct item *item, int err
     frame->done++;
 }
 
-/* Memory for an item's answer, beside that for errors of the items behind it. -ENOSPC: no client takes an answer of that size. */
+/* Memory for an item's answer, beside that for errors of the items behind it. -ENOSPC: no client takes an answer of that size, or there is no memory
+ * that its user may have. */
 static int answer_prepare(struct reserve *frame, uint64_t record_size, uint32_t runs) {
     uint64_t size = frame->told.answer_size + runs * (uint64_t)sizeof(struct wire_run) + record_size + frame->ancestors_size +
                     (frame->count - frame->done) * (uint64_t)sizeof(struct wire_reserved);
-    if (size > KVFS_WIRE_SIZE_MAX)
+    if (size > KVFS_WIRE_SIZE_MAX || !answer_charge(frame, size + frame->ancestors_size))
         return -ENOSPC;
     return grow(&frame->answer, &frame->capacity, size) ? 0 : -ENOMEM;
 }
@@ -251,11 +265,13 @@ static void pending_drop(struct kvfs_plane *plane, struct reserve *frame) {
     frame->pending = NULL;
 }
 
-/* The records above are copied now: directories may move while the item waits for a place. 0, -EAGAIN, -ENOMEM. */
+/* The records above are copied now: directories may move while the item waits for a place. 0, -EAGAIN, -ENOMEM, -ENOSPC. */
 static int ancestors_take(struct kvfs_plane *plane, struct reserve *frame, uint64_t parent) {
     int64_t size = ancestors_size(plane, parent, frame->told.loaded);
     if (size < 0)
         return (int)size;
+    if (!answer_charge(frame, frame->told.answer_size + 2 * (uint64_t)size))
+        return -ENOSPC;
     if (!grow(&frame->ancestors, &frame->ancestors_capacity, (uint64_t)size))
         return -ENOMEM;
     ancestors_copy(plane, parent, frame->ancestors, (uint64_t)size);
@@ -400,6 +416,9 @@ uint8_t *reserve_take_answer(struct kvfs_reserve *told) {
 void kvfs_reserve_end(struct kvfs_plane *plane, struct kvfs_reserve *told) {
     struct reserve *frame = (struct reserve *)(void *)told;
     kvfs_reserve_finish(plane, told, 0);
+    kvfs_names_begin(plane->names);
+    frame->holder->user->answering -= frame->beyond;
+    kvfs_names_end(plane->names);
     free(frame->inodes);
     free(frame->answer);
     free(frame->ancestors);

@@ -10,6 +10,8 @@
 #define TOGETHER_S 2u
 /* A commit waits this long for earlier reservations of its segments to be settled, then for the index instead. */
 #define SETTLE_NS UINT64_C(20000000)
+/* So often is looked whether other hands have ended those. */
+#define SETTLE_POLL_NS UINT64_C(2000000)
 
 /* ---- uses ---- */
 
@@ -31,7 +33,7 @@ static void use(struct clients *clients, struct user *user, uint32_t type, const
 
 bool frame_use(struct clients *clients, struct connection *connection) {
     uint32_t type = connection->head.type, size = connection->head.size;
-    uint64_t foreign_cost = size / sizeof(struct wire_foreign_block) * BLOCK_COST;
+    uint64_t cost = connection->cost, foreign_cost = size / sizeof(struct wire_foreign_block) * BLOCK_COST;
     struct user *user = connection->user->user;
     bool uses = type == WIRE_HITS || type == WIRE_TOUCH || type == WIRE_DONE;
     if (type == WIRE_FOREIGN && foreign_cost <= credit(clients, user)) {
@@ -51,7 +53,7 @@ bool frame_use(struct clients *clients, struct connection *connection) {
         use(clients, user, type, clients->aligned, size / 8);
     }
     connection_used(connection);
-    connection_give(clients, connection, size);
+    connection_give(clients, connection, cost);
     return true;
 }
 
@@ -65,8 +67,11 @@ void connection_remember(struct connection *connection, const struct space *spac
         at++;
     if (at == KVFS_CLIENT_SPACES)
         at = connection->next_space++ % KVFS_CLIENT_SPACES;
-    if (!connection->spaces[at] && !(connection->spaces[at] = malloc(sizeof(*space))))
-        return;
+    if (!connection->spaces[at]) {
+        if (connection->user->kept + sizeof(*space) > KVFS_CLIENT_MEMORY || !(connection->spaces[at] = malloc(sizeof(*space))))
+            return;
+        connection_keep(connection, sizeof(*space));
+    }
     *connection->spaces[at] = *space;
 }
 
@@ -169,7 +174,9 @@ static void commit_answer(struct clients *clients, struct frame *frame) {
 static void commit_run(struct clients *clients, struct frame *frame) {
     struct kvfs_commit *told = frame->told.commit;
     int next = kvfs_commit(clients->plane, told);
+    struct client_user *user = frame->connection->user;
     note_change(clients, frame->connection);
+    clients->runs_ended = true;
     /* Blocks that have lost their names, and hosts that may know them, are Python's. */
     bool alone = next != KVFS_FRAME_NAMES && !told->replaced && !told->lingering_count;
     if (next == KVFS_FRAME_MORE && alone)
@@ -185,25 +192,56 @@ static void commit_run(struct clients *clients, struct frame *frame) {
         return;
     }
     frame->settles_until_ns = now_ns() + SETTLE_NS;
-    frames_add(&clients->settling, frame);
+    frames_add(&user->settling, frame);
+    if (link_empty(&clients->settling))
+        clients->settle_ns = now_ns() + SETTLE_POLL_NS;
+    if (!user->settles.after)
+        link_add(&clients->settling, &user->settles);
 }
 
-void frames_settle(struct clients *clients, uint64_t now) {
-    struct frames waiting = clients->settling;
-    clients->settling = (struct frames){0};
-    for (struct frame *frame; (frame = frames_take(&waiting));)
+void frames_settle(struct clients *clients, struct client_user *user, uint64_t until) {
+    struct frames waiting = user->settling, looked = {0};
+    uint64_t now = 0;
+    user->settling = (struct frames){0};
+    while (waiting.first && now < until) {
+        struct frame *frame = frames_take(&waiting);
+        now = now_ns();
         if (commit_is_settled(clients->plane, frame->told.commit)) {
             /* The end of its connection would look for others among those that wait. */
             struct connection *connection = frame->connection;
             commit_answer(clients, frame);
-            if (connection->ended)
+            if (connection->ended) {
                 frames_forget(&waiting, connection);
+                frames_forget(&looked, connection);
+            }
         } else if (frame->settles_until_ns <= now) {
             frame->told.commit->durable = 1;
             frame_hand(clients, frame);
         } else {
-            frames_add(&clients->settling, frame);
+            frames_add(&looked, frame);
         }
+    }
+    /* The next part begins with those that had none. */
+    user->looks = waiting.first != NULL;
+    for (struct frame *frame; (frame = frames_take(&waiting)) || (frame = frames_take(&looked));)
+        frames_add(&user->settling, frame);
+}
+
+void frames_settle_soon(struct clients *clients, uint64_t now) {
+    if (link_empty(&clients->settling) || (!clients->runs_ended && now < clients->settle_ns))
+        return;
+    clients->runs_ended = false;
+    clients->settle_ns = now + SETTLE_POLL_NS;
+    for (struct link *at = clients->settling.after, *next; at != &clients->settling; at = next) {
+        struct client_user *user = (void *)((char *)at - offsetof(struct client_user, settles));
+        next = at->after;
+        if (!user->settling.first) {
+            link_drop(at);
+            continue;
+        }
+        user->looks = true;
+        user_ready(clients, user);
+    }
 }
 
 /* ---- any frame ---- */

@@ -8,8 +8,7 @@
 #include "base/descriptor.h"
 
 #define TURN_NS UINT64_C(1000000)
-/* So often, while commits wait for other runs, is looked whether those have ended by others' hands; so often are accounts taken. */
-#define SETTLE_POLL_NS UINT64_C(2000000)
+/* So often are accounts taken. */
 #define ACCOUNT_NS UINT64_C(20000000)
 #define EVENTS_MAX 64
 
@@ -53,15 +52,17 @@ static bool connection_step(struct clients *clients, struct connection *connecti
 }
 
 static void user_turn(struct clients *clients, struct client_user *user) {
-    uint64_t until = now_ns() + TURN_NS;
-    do {
+    uint64_t begun = now_ns(), until = begun + TURN_NS;
+    if (user->looks)
+        frames_settle(clients, user, begun + TURN_NS / 2);
+    for (bool first = true; !link_empty(&user->ready) && (first || now_ns() < until); first = false) {
         struct connection *connection = of_work(user->ready.after);
         link_drop(&connection->work);
         if (connection_step(clients, connection) && !connection->work.after)
             link_add(&user->ready, &connection->work);
-    } while (!link_empty(&user->ready) && now_ns() < until);
-    if (!link_empty(&user->ready) && !user->turn.after)
-        link_add(&clients->turns, &user->turn);
+    }
+    if (!link_empty(&user->ready) || user->looks)
+        user_ready(clients, user);
 }
 
 /* ---- what Python tells ---- */
@@ -130,6 +131,8 @@ static void reap(struct clients *clients) {
             continue;
         if (user->turn.after)
             link_drop(&user->turn);
+        if (user->settles.after)
+            link_drop(&user->settles);
         while (*at != user)
             at = &(*at)->next;
         *at = user->next;
@@ -153,8 +156,8 @@ static int wait_ms(struct clients *clients, uint64_t now) {
     uint64_t until = min_u64(clients->sweep_ns, clients->account_ns);
     if (!link_empty(&clients->turns))
         return 0;
-    if (clients->settling.first)
-        until = min_u64(until, now + SETTLE_POLL_NS);
+    if (!link_empty(&clients->settling))
+        until = min_u64(until, clients->settle_ns);
     return until == UINT64_MAX ? -1 : until <= now ? 0 : (int)min_u64((until - now) / 1000000 + 1, 60000);
 }
 
@@ -182,12 +185,10 @@ static void *clients_main(void *argument) {
         if (!link_empty(&clients->turns)) {
             struct client_user *user = of_turn(clients->turns.after);
             link_drop(&user->turn);
-            if (!link_empty(&user->ready))
-                user_turn(clients, user);
+            user_turn(clients, user);
         }
         uint64_t now = now_ns();
-        if (clients->settling.first)
-            frames_settle(clients, now);
+        frames_settle_soon(clients, now);
         if (clients->sweep_ns <= now)
             connections_sweep(clients, now);
         account(clients, now);
@@ -204,6 +205,7 @@ int kvfs_clients_start(struct kvfs_plane *plane, const struct kvfs_clients_confi
     *clients = (struct clients){.plane = plane, .config = *config, .sweep_ns = UINT64_MAX, .account_ns = UINT64_MAX};
     pthread_mutex_init(&clients->lock, NULL);
     link_init(&clients->turns);
+    link_init(&clients->settling);
     struct epoll_event event = {.events = EPOLLIN, .data.ptr = NULL};
     clients->poll = descriptor_above(epoll_create1(EPOLL_CLOEXEC));
     clients->wake = descriptor_above(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));

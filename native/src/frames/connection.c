@@ -7,10 +7,6 @@
 
 #include "base/descriptor.h"
 
-#define RECEIVE_SIZE (UINT64_C(64) << 10)
-#define REQUEST_SIZE (UINT64_C(16) << 10) /* memory of a request that is answered, beside its bytes */
-#define MEMORY_OF_USER (UINT64_C(64) << 20)
-#define MEMORY_OF_CONNECTION (UINT64_C(16) << 20)
 #define FRAME_TIMEOUT_NS (30 * UINT64_C(1000000000)) /* of the rest of a frame that has begun, and of an answer that is being sent */
 #define CLOSE_TIMEOUT_NS UINT64_C(1000000000)
 #define UNREAD_NS (2 * UINT64_C(1000000000))
@@ -89,6 +85,7 @@ void connection_enter(struct clients *clients, struct connection *connection) {
     if ((connection->user = user_of(clients, connection->uid))) {
         connection->user->refs++;
         link_add(&connection->user->connections, &connection->of_user);
+        connection_keep(connection, connection->capacity > CONNECTION_SIZE ? connection->capacity : CONNECTION_SIZE);
     }
     connection->in_poll = connection->user && epoll_ctl(clients->poll, EPOLL_CTL_ADD, connection->fd, &event) == 0;
     if (!connection->in_poll) {
@@ -107,6 +104,11 @@ struct connection *connection_find(const struct clients *clients, uint64_t numbe
     return at;
 }
 
+void user_ready(struct clients *clients, struct client_user *user) {
+    if (!user->turn.after)
+        link_add(&clients->turns, &user->turn);
+}
+
 void connection_ready(struct clients *clients, struct connection *connection) {
     struct client_user *user = connection->user;
     if (connection->ended)
@@ -117,8 +119,7 @@ void connection_ready(struct clients *clients, struct connection *connection) {
         return;
     connection->starved = false;
     link_add(&user->ready, &connection->work);
-    if (!user->turn.after)
-        link_add(&clients->turns, &user->turn);
+    user_ready(clients, user);
 }
 
 static void outputs_free(struct connection *connection) {
@@ -130,10 +131,17 @@ static void outputs_free(struct connection *connection) {
     connection->first = connection->last = NULL;
 }
 
+void connection_keep(struct connection *connection, uint64_t size) {
+    connection->kept += size;
+    connection->user->kept += size;
+    atomic_store(&connection->user->user->kept, connection->user->kept);
+}
+
 /* Others of the user may have waited for them. */
 static void give(struct clients *clients, struct client_user *user, uint64_t size) {
     assert(user->kept >= size);
     user->kept -= size;
+    atomic_store(&user->user->kept, user->kept);
     while (size && !link_empty(&user->starved))
         connection_ready(clients, of_work(user->starved.after));
 }
@@ -162,10 +170,10 @@ void connection_end(struct clients *clients, struct connection *connection, cons
     if (connection->running)
         frame_free(connection->running);
     connection->running = NULL;
-    frames_forget(&clients->settling, connection);
     if (connection->work.after)
         link_drop(&connection->work);
     if (connection->user) {
+        frames_forget(&connection->user->settling, connection);
         link_drop(&connection->of_user);
         give(clients, connection->user, connection->kept);
     }
@@ -179,16 +187,13 @@ void connection_end(struct clients *clients, struct connection *connection, cons
 
 /* ---- memory ---- */
 
-static bool has_room(uint64_t kept, uint64_t size, uint64_t most) { return !kept || kept + size <= most; }
-
 static bool is_counted(struct clients *clients, struct connection *connection) {
     struct client_user *user = connection->user;
-    bool own = has_room(connection->kept, connection->cost, MEMORY_OF_CONNECTION);
+    bool own = connection->kept + connection->cost <= MEMORY_OF_CONNECTION;
     if (connection->counted)
         return true;
-    if (own && has_room(user->kept, connection->cost, MEMORY_OF_USER)) {
-        connection->kept += connection->cost;
-        user->kept += connection->cost;
+    if (own && user->kept + connection->cost <= KVFS_CLIENT_MEMORY) {
+        connection_keep(connection, connection->cost);
         connection->until_ns = now_ns() + FRAME_TIMEOUT_NS;
         connection->starved_ns = 0;
         return connection->counted = true;
@@ -286,7 +291,7 @@ static void head_look(struct clients *clients, struct connection *connection) {
     if (item_size && head->size >= sizeof(where))
         memcpy(&where, connection->data + sizeof(*head), sizeof(where));
     connection->headed = true;
-    connection->cost = head->size;
+    connection->cost = 2 * (uint64_t)head->size; /* where it is received, or as C has it until its end, and Python */
     if (!frame_hears(head->type))
         connection->cost += REQUEST_SIZE + min_u64(where.count, KVFS_WIRE_ITEMS_MAX) * item_size;
 }
@@ -317,8 +322,8 @@ void connection_used(struct connection *connection) {
     memmove(connection->data, connection->data + used, connection->have);
     connection->headed = connection->counted = false;
     connection->until_ns = connection->have ? now_ns() + FRAME_TIMEOUT_NS : UINT64_MAX;
-    if (connection->capacity > connection->have + 2 * RECEIVE_SIZE)
-        resize(connection, connection->have + RECEIVE_SIZE);
+    if (connection->capacity > CONNECTION_SIZE && connection->have <= CONNECTION_SIZE)
+        resize(connection, CONNECTION_SIZE);
 }
 
 /* Memory of one that says nothing. */
@@ -412,8 +417,7 @@ void connection_answer(struct clients *clients, struct connection *connection, c
         connection_end(clients, connection, NULL);
         return;
     }
-    connection->kept += cost;
-    connection->user->kept += cost;
+    connection_keep(connection, cost);
     connection_give(clients, connection, frame->cost);
     *output = (struct output){.data = data, .size = size, .cost = cost, .fd = fd};
     output->head = (struct wire_frame){(uint32_t)size, (uint16_t)frame->told.type, 0, status, frame->id};

@@ -1,16 +1,19 @@
 /* Frames of native clients: how large each may be, their queues, and their way to Python. */
 #include "frames/frames.h"
 
-#define RESERVED_SIZE 512u    /* of an item of RESERVE in its answer, as is usual */
 #define LISTED_SIZE (8 + 512) /* of a key of LIST, at most */
 #define WHERE_MAX (sizeof(struct wire_where) + KVFS_WIRE_SPACE_MAX + 1)
 #define TABLE_MAX (8u + KVFS_WIRE_DIRECTORIES_MAX * (8u + KVFS_WIRE_SPACE_MAX + 1))
 #define NAMES_MAX (WHERE_MAX + TABLE_MAX + KVFS_WIRE_ITEMS_MAX * (sizeof(struct wire_reserve) + 8 + 256))
 
+static_assert(CONNECTION_SIZE + KVFS_CLIENT_SPACES * sizeof(struct space) + 2 * NAMES_MAX + REQUEST_SIZE + KVFS_WIRE_ITEMS_MAX * LISTED_SIZE <
+                  MEMORY_OF_CONNECTION,
+              "a frame that has to wait for room finds some");
+
 uint32_t frame_size_max(uint32_t type, uint32_t *item_size) {
     *item_size = 0;
     switch (type) {
-    case WIRE_RESERVE: *item_size = RESERVED_SIZE; return NAMES_MAX;
+    case WIRE_RESERVE: *item_size = KVFS_RESERVED_SIZE; return NAMES_MAX;
     case WIRE_COMMIT: return 8 + KVFS_WIRE_ITEMS_MAX * sizeof(struct wire_commit);
     case WIRE_DELETE: return NAMES_MAX;
     case WIRE_LIST: *item_size = LISTED_SIZE; return WHERE_MAX + 8 + 512;

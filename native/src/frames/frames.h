@@ -8,6 +8,11 @@
 #include "kvfs_wire.h"
 
 #define CONNECTION_BUCKETS 1024u
+#define MEMORY_OF_CONNECTION (UINT64_C(16) << 20)
+#define REQUEST_SIZE (UINT64_C(16) << 10) /* memory of a request that is answered, beside its bytes */
+#define RECEIVE_SIZE (UINT64_C(8) << 10)
+/* Of a connection as long as it lasts: what is received ahead of the frame that comes first, and its own structures. */
+#define CONNECTION_SIZE (2 * RECEIVE_SIZE)
 
 /* A frame that is being answered. */
 struct frame {
@@ -49,11 +54,14 @@ struct space {
 
 struct client_user {
     struct link connections, starved, ready; /* of its connections */
-    struct link turn;                        /* among users with ready ones */
+    struct link turn;                        /* among users with work */
+    struct frames settling;                  /* commits that wait for other runs */
+    struct link settles;                     /* among users that have had such */
     struct client_user *next;                /* of all */
     struct user *user;
-    uint64_t kept; /* bytes of requests and answers */
+    uint64_t kept; /* bytes of connections, requests and answers */
     uint32_t uid, refs;
+    bool looks; /* at `settling`, in its turn */
 };
 
 struct connection {
@@ -101,11 +109,13 @@ struct clients {
     struct connection *dead; /* freed when nobody looks at them */
     struct client_user *users;
     struct link turns;
-    struct frames settling; /* the oldest first */
-    uint64_t sweep_ns;      /* the next look at deadlines; UINT64_MAX: there are none */
-    uint64_t account_ns;    /* Python takes accounts then; UINT64_MAX: nothing has changed */
-    uint64_t *aligned;      /* inodes of a frame */
-    bool started, changed;  /* changed: accounts */
+    struct link settling;  /* users with commits that wait */
+    uint64_t settle_ns;    /* the next look at these */
+    bool runs_ended;       /* since the last one */
+    uint64_t sweep_ns;     /* the next look at deadlines; UINT64_MAX: there are none */
+    uint64_t account_ns;   /* Python takes accounts then; UINT64_MAX: nothing has changed */
+    uint64_t *aligned;     /* inodes of a frame */
+    bool started, changed; /* changed: accounts */
     atomic_bool stopping;
     atomic_ullong frames, handed_count, connected;
     pthread_mutex_t lock;
@@ -134,6 +144,8 @@ struct connection *connection_new(const struct kvfs_client *client);
 void connection_enter(struct clients *clients, struct connection *connection);
 void connection_free(struct connection *connection);
 struct connection *connection_find(const struct clients *clients, uint64_t number);
+/* It has work for a turn. */
+void user_ready(struct clients *clients, struct client_user *user);
 /* Work of it may be done. */
 void connection_ready(struct clients *clients, struct connection *connection);
 /* breach: the rule that it broke, for the log; NULL: none. */
@@ -144,7 +156,8 @@ bool connection_receive(struct clients *clients, struct connection *connection);
 bool connection_frame(struct clients *clients, struct connection *connection);
 /* The frame's bytes have been used. */
 void connection_used(struct connection *connection);
-/* So many bytes are counted no more. */
+/* Count so many bytes, whatever room there is; count them no more. */
+void connection_keep(struct connection *connection, uint64_t size);
 void connection_give(struct clients *clients, struct connection *connection, uint64_t size);
 /* The answer to a frame, counted in its place. Takes over `data`, which malloc() made. */
 void connection_answer(struct clients *clients, struct connection *connection, const struct frame *frame, int32_t status, uint8_t *data,
@@ -162,8 +175,11 @@ bool frame_use(struct clients *clients, struct connection *connection);
 void frame_begin(struct clients *clients, struct connection *connection, struct frame *frame);
 /* A part of connection->running. */
 void frame_run(struct clients *clients, struct connection *connection);
-/* COMMITs whose runs are settled are answered, and those that have waited for long go to Python. */
-void frames_settle(struct clients *clients, uint64_t now);
+/* A part of a user's turn: COMMITs whose runs are settled are answered, and those that have waited for long go to Python. One at least, others until
+ * then. */
+void frames_settle(struct clients *clients, struct client_user *user, uint64_t until);
+/* Users whose commits are to be looked at have a turn. */
+void frames_settle_soon(struct clients *clients, uint64_t now);
 void connection_remember(struct connection *connection, const struct space *space);
 
 /* ---- clients.c: the thread, and what Python calls ---- */
