@@ -552,11 +552,13 @@ static void test_uses_that_are_told_have_a_bound(void) {
     for (uint32_t i = 0; i < 512; i++)
         inodes[i] = record.inode;
     kvfs_statistics_get(plane, &before);
+    uint64_t handed = clients_count(plane).handed;
     double begun = seconds_of(CLOCK_MONOTONIC);
     for (uint32_t i = 0; i < 9000; i++)
         send_frame(peer.fd, WIRE_HITS, 0, inodes, sizeof(inodes));
     send_frame(peer.fd, WIRE_RELEASE, 1, inodes, 8);
     CHECK(receive(peer.fd, bytes, sizeof(bytes)).id == 1);
+    CHECK(clients_count(plane).handed == handed + 1); /* no use is Python's */
     kvfs_statistics_get(plane, &after);
     double most = (seconds_of(CLOCK_MONOTONIC) - begun + 2) * DEVICES * (double)(UINT64_C(8) << 30) / (16384 + 3000);
     uint64_t told = after.uses - before.uses;
