@@ -4,9 +4,9 @@
  * What one user may have, whatever its connections say (root is a user like others):
  * - Turns. Work for a user ends after 1 ms, in the middle of a frame if need be. Then all others' ready work is done before its next turn.
  * - Memory. A connection counts 16 KiB, for what it has sent ahead, and the directories that are remembered for it. A frame is counted before its
- *   rest is received and before it is answered: its bytes twice, as C and Python have them, 16 KiB, and its answer. Frames beyond wait in the
- *   socket. An answer that turns out larger takes what is left; without room its further items find no place. A peer that has not read for 2 s
- *   is hung up on if its user wants the room.
+ *   rest is received and before it is answered. It counts its bytes twice, as C and Python have them, 16 KiB, and its answer. Frames beyond wait
+ *   in the socket. An answer that turns out larger takes what is left; without room its further items find no place. A peer that has not read for
+ *   2 s is hung up on if its user wants the room.
  * - Time. The rest of a frame comes within 30 s. While it is not read, for want of room or of a turn, it is not late.
  * - Uses. An inode of HITS costs 16 KiB and its block's size, one of TOUCH or FOREIGN 16 KiB. A user may tell 8 GiB a second and device, two seconds'
  *   worth at once. The rest is dropped.

@@ -1,4 +1,4 @@
-/* sources: base block names io content pod fuse plane.c virtiofs */
+/* sources: base block names io content pod frames fuse plane.c virtiofs */
 /* FUSE over io_uring, the parts that need no kernel: its list of CPUs, the sizes of a request, and whose a number is. */
 #include "check.h"
 

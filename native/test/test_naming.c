@@ -1,4 +1,4 @@
-/* sources: base block names io content pod fuse virtiofs plane.c */
+/* sources: base block names io content pod frames fuse virtiofs plane.c */
 /* Removals and renames: what they lack is said and brought, as Python does it, with nothing in memory. And where memory ends nothing has changed. */
 #include "kernel_harness.h"
 
