@@ -440,7 +440,7 @@ int main(void) {
     kvfs_names_number(names, UINT64_C(3) << KVFS_COUNTER_BITS, 0);
     places = kvfs_places_make(names, SEGMENTS, END_PAGE, 1u << 20);
     CHECK(places);
-    kvfs_place_head(names, SEGMENT, 9);
+    kvfs_place_head(names, KVFS_HEAD_NEW, SEGMENT, 9);
     kvfs_names_leave(names, KVFS_LEAVE_CLOSED, 0);
     test_what_is_lacked_is_brought();
     test_the_index_knows_where_the_table_does_not();
