@@ -137,10 +137,10 @@ class Frames:
         change."""
         lib.kvfs_directories_changed(self._plane, moved)
 
-    def changed(self) -> HolderPages | None:
-        """A client that the data plane has reserved or committed for since the last call."""
-        holder = lib.kvfs_holder_changed(self._plane)
-        return None if holder == ffi.NULL else cast(HolderPages, holder)
+    def changed(self, count: int) -> list[HolderPages]:
+        """At most so many clients for which the data plane has reserved or ended something since the last call."""
+        out = ffi.new("struct kvfs_holder *[]", count + 1)
+        return cast(list[HolderPages], list(out[0 : lib.kvfs_holders_changed(self._plane, out, count)]))
 
     def join(self, user: int) -> HolderPages:
         holder = lib.kvfs_holder_create(self._plane, user)

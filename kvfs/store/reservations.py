@@ -126,8 +126,8 @@ class Reservations:
             self._work.set()
 
     def look(self) -> None:
-        """Take in what the data plane did for clients by itself."""
-        while (told := self._frames.changed()) is not None:
+        """Take in what the data plane did for clients by itself, until now: it goes on meanwhile, and says so again."""
+        for told in self._frames.changed(len(self._holders)):
             self._look(self._holders[told])
         self._work.set()
 

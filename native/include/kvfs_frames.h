@@ -63,8 +63,8 @@ void kvfs_reservations_limit(struct kvfs_plane *plane, uint64_t share_pages, uin
 void kvfs_reservations_rested(struct kvfs_plane *plane, uint32_t uid, uint64_t pages);
 /* Directories have moved; or else one was removed or replaced. Within the step of the change. */
 void kvfs_directories_changed(struct kvfs_plane *plane, int moved);
-/* One that the data plane has reserved or committed for since the last call (KVFS_EVENT_RESERVED). NULL: there is none. */
-struct kvfs_holder *kvfs_holder_changed(struct kvfs_plane *plane);
+/* Those for which the data plane has reserved or ended something since the last call (KVFS_EVENT_RESERVED), `capacity` at most. Returns how many. */
+uint32_t kvfs_holders_changed(struct kvfs_plane *plane, struct kvfs_holder **out, uint32_t capacity);
 
 /* ---- RESERVE ---- */
 

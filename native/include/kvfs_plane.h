@@ -159,7 +159,7 @@ enum kvfs_event_type {
                                   * node's own loses */
     KVFS_EVENT_PINNED = 17,  /* a file that was being sealed here was pinned meanwhile, or a directory above it: its pages are to be counted */
     KVFS_EVENT_LINGERS = 18, /* the inode's name is given to another: it can be opened for a moment more */
-    KVFS_EVENT_RESERVED = 19, /* kvfs_holder_changed() has some */
+    KVFS_EVENT_RESERVED = 19, /* kvfs_holders_changed() has some */
     KVFS_EVENT_PLACES = 14,   /* kvfs_places_noted() has news that are waited for */
     KVFS_EVENT_SLOW = 13      /* a request of this inode took longer than slow_ms. value = FUSE opcode << 56 | microseconds. Ten a second
                                  * at most, and no more than ten not yet taken; the others count in slow_requests only */

@@ -104,8 +104,8 @@ static void *python_main(void *unused) {
                     frame_do(taken[i], how);
             }
         bury_all();
-        for (struct kvfs_holder *holder; (holder = kvfs_holder_changed(plane));)
-            (void)holder;
+        struct kvfs_holder *changed[64];
+        kvfs_holders_changed(plane, changed, 64);
     }
     return NULL;
 }
@@ -619,14 +619,15 @@ static struct clients *stand_alone(void) {
     return made;
 }
 
-static struct connection *alone_with(struct clients *clients, int fd) {
-    struct kvfs_client client = {.fd = fd, .uid = USER, .version = 5, .writable = 1};
+static struct connection *alone_as(struct clients *clients, int fd, uint32_t uid, struct kvfs_holder *holder) {
+    struct kvfs_client client = {.fd = fd, .uid = uid, .version = 5, .writable = 1, .holder = holder};
     struct connection *made = connection_new(&client);
-    made->number = 1;
+    made->number = ++clients->last_number;
     connection_enter(clients, made);
     CHECK(!made->ended && made->work.after);
     return made;
 }
+static struct connection *alone_with(struct clients *clients, int fd) { return alone_as(clients, fd, USER, NULL); }
 
 /* Whether a frame is there, in its turn, after which it is ready no more. */
 static bool has_turn(struct clients *clients, struct connection *connection) {
@@ -636,13 +637,18 @@ static bool has_turn(struct clients *clients, struct connection *connection) {
     return connection_frame(clients, connection);
 }
 
-static void stand_down(struct clients *clients, struct connection *connection) {
-    connection_end(clients, connection, NULL);
-    struct client_user *user = connection->user;
+static void stand_down(struct clients *clients) {
+    for (uint32_t i = 0; i < CONNECTION_BUCKETS; i++)
+        while (clients->buckets[i])
+            connection_end(clients, clients->buckets[i], NULL);
     for (struct frame *frame; (frame = frames_take(&clients->handed));)
         frame_free(frame);
-    connection_free(connection);
-    free(user);
+    for (struct connection *at = clients->dead, *next; at; at = next) {
+        next = at->next;
+        if (!--at->user->refs)
+            free(at->user);
+        connection_free(at);
+    }
     pthread_mutex_destroy(&clients->lock);
     close(clients->poll);
     close(clients->told);
@@ -669,7 +675,7 @@ static void test_a_large_frame_leaves_no_memory_behind(void) {
         connection_give(clients, connection, connection->cost);
     }
     free(frame);
-    stand_down(clients, connection);
+    stand_down(clients);
     close(pair[0]);
     close(pair[1]);
 }
@@ -700,7 +706,7 @@ static void test_what_is_received_ahead_counts(void) {
         connection_ready(clients, connection);
     }
     CHECK_SAY(connection->capacity <= CONNECTION_SIZE, "%llu bytes", (unsigned long long)connection->capacity);
-    stand_down(clients, connection);
+    stand_down(clients);
     /* There is no room for more directories. */
     CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, pair + 0) == 0);
     clients = stand_alone();
@@ -708,7 +714,80 @@ static void test_what_is_received_ahead_counts(void) {
     connection_keep(connection, KVFS_CLIENT_MEMORY - CONNECTION_SIZE);
     connection_remember(connection, &space);
     CHECK(!connection->spaces[0] && connection->user->kept == KVFS_CLIENT_MEMORY);
-    stand_down(clients, connection);
+    stand_down(clients);
+}
+
+/* Python has accounts to take where something was reserved or ended, and not else: a client costs nothing by saying much. */
+static void test_commits_of_nothing_change_no_account(void) {
+    int pair[2];
+    uint8_t request[4096], reply[4096];
+    uint64_t nothing[3] = {1, 4711, 0};
+    struct kvfs_holder *holder = kvfs_holder_create(plane, USER);
+    struct clients *clients = stand_alone();
+    CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) == 0);
+    fcntl(pair[1], F_SETFL, O_NONBLOCK);
+    struct connection *connection = alone_as(clients, pair[1], USER, holder);
+    struct space space = {.base = 1, .size = 5, .path = "space"};
+    space.moves = atomic_load(&plane->reservations.changes);
+    memcpy(space.shards, shards, sizeof(shards));
+    connection_remember(connection, &space);
+    /* A block that finds a place, one that finds none, and no block at all. */
+    for (uint32_t i = 0; i < 3; i++) {
+        if (i < 2)
+            send_frame(pair[0], WIRE_RESERVE, i, request, reserve_make(request, "07", 0, 1, i ? UINT64_C(1) << 50 : 3000));
+        else
+            send_frame(pair[0], WIRE_COMMIT, i, nothing, sizeof(nothing));
+        connection->readable = true;
+        connection_ready(clients, connection);
+        clients->changed = false;
+        while (!link_empty(&clients->turns))
+            clients_turn(clients);
+        CHECK(receive(pair[0], reply, sizeof(reply)).id == i);
+        CHECK_SAY(clients->changed == (i == 0), "%u", i);
+    }
+    CHECK(holder->open == 1);
+    stand_down(clients);
+    close(pair[0]);
+    close(pair[1]);
+    kvfs_holder_leave(plane, holder);
+    bury_all();
+    for (double until = seconds_of(CLOCK_MONOTONIC) + SECONDS(20); holder->count; usleep(500))
+        CHECK(seconds_of(CLOCK_MONOTONIC) < until);
+    kvfs_reservations_rested(plane, USER, holder->rested_pages);
+    kvfs_holder_free(plane, holder);
+}
+
+/* A user with work for long has a turn; then the next has its own. */
+static void test_after_a_turn_of_one_user_comes_the_next(void) {
+    int pairs[9][2];
+    struct clients *clients = stand_alone();
+    uint64_t nothing[3] = {1, 4711, 0};
+    int64_t answer;
+    struct kvfs_holder *holder = kvfs_holder_create(plane, USER + 1);
+    for (uint32_t i = 0; i < 9; i++) {
+        CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pairs[i]) == 0);
+        fcntl(pairs[i][1], F_SETFL, O_NONBLOCK);
+        if (i < 8)
+            send_until_full(pairs[i][0], WIRE_HITS, 0, 1 << 16);
+        else
+            send_frame(pairs[i][0], WIRE_COMMIT, 5, nothing, sizeof(nothing));
+        alone_as(clients, pairs[i][1], i < 8 ? USER : USER + 1, holder);
+    }
+    struct client_user *other = clients->users, *busy = other->next;
+    CHECK(busy->uid == USER && clients->turns.after == &busy->turn);
+    clients_turn(clients);
+    CHECK(atomic_load(&clients->frames) > 0 && !link_empty(&busy->ready)); /* there is more, which waits */
+    CHECK(clients->turns.after == &other->turn && other->turn.after == &busy->turn);
+    clients_turn(clients);
+    CHECK(receive(pairs[8][0], &answer, sizeof(answer)).id == 5 && answer == -ETIMEDOUT);
+    CHECK(clients->turns.after == &busy->turn && !other->turn.after);
+    stand_down(clients);
+    kvfs_holder_leave(plane, holder);
+    kvfs_holder_free(plane, holder);
+    for (uint32_t i = 0; i < 9; i++) {
+        close(pairs[i][0]);
+        close(pairs[i][1]);
+    }
 }
 
 /* Commits that wait are looked at in their user's turn: a part of them, then others have theirs. */
@@ -761,7 +840,7 @@ static void test_commits_that_wait_have_turns(void) {
     CHECK(connection->ended && !user->settling.first && !user->looks);
     frames_settle_soon(clients, UINT64_MAX);
     CHECK(link_empty(&clients->settling));
-    stand_down(clients, connection);
+    stand_down(clients);
     kvfs_place_release(names, 7, behind);
     kvfs_holder_leave(plane, holder);
     kvfs_holder_free(plane, holder);
@@ -803,7 +882,7 @@ static void test_who_waits_for_a_turn_or_for_room_is_not_late(void) {
     CHECK(!connection->ended);
     connections_sweep(clients, now += 31 * second);
     CHECK(connection->ended);
-    stand_down(clients, connection);
+    stand_down(clients);
     close(pair[0]);
     close(pair[1]);
 }
@@ -893,6 +972,8 @@ int main(void) {
     RUN(test_a_status_that_no_answer_has_is_another);
     RUN(test_a_large_frame_leaves_no_memory_behind);
     RUN(test_what_is_received_ahead_counts);
+    RUN(test_commits_of_nothing_change_no_account);
+    RUN(test_after_a_turn_of_one_user_comes_the_next);
     RUN(test_commits_that_wait_have_turns);
     RUN(test_who_waits_for_a_turn_or_for_room_is_not_late);
     RUN(test_a_storm);

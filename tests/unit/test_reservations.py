@@ -16,7 +16,7 @@ from client_double import Place, places_in, run_bytes, wanted
 from helpers import slowness
 from store_pools import LAZY, OPTIONS, crashed_store, make_pool, names, rename, settle, verify_all, with_store, write
 
-from kvfs.frames import SHARDS, Next, Reserve, Shards
+from kvfs.frames import SHARDS, Frames, HolderPages, Next, Reserve, Shards
 from kvfs.lent import Part
 from kvfs.names import Note
 from kvfs.namespace.files import Changes, Namespace
@@ -416,6 +416,24 @@ def test_an_expired_reservation_is_taken_back(pool: Path, monkeypatch: pytest.Mo
 
     with_store(pool, work)
     assert found(pool) == {}
+
+
+def test_accounts_are_taken_in_one_round(pool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread of clients goes on meanwhile: who has been looked at may have changed again."""
+    asked: list[int] = []
+
+    async def work(store: Store) -> None:
+        writers = [Writer(store) for _ in range(3)]
+
+        def changed(_: object, count: int) -> list[HolderPages]:
+            asked.append(count)
+            return [writer.holder.told for writer in writers][: count if len(asked) < 1000 else 0]
+
+        monkeypatch.setattr(Frames, "changed", changed)
+        store.reservations.look()
+        assert asked == [3]
+
+    with_store(pool, work)
 
 
 def test_a_client_that_keeps_what_expired_is_hung_up_on(pool: Path, monkeypatch: pytest.MonkeyPatch) -> None:

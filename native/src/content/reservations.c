@@ -134,29 +134,34 @@ bool reservations_are_awaited(struct kvfs_plane *plane) {
     return awaited;
 }
 
-void holder_change(struct kvfs_plane *plane, struct holder *holder) {
+bool holder_change(struct kvfs_plane *plane, struct holder *holder) {
     kvfs_names_begin(plane->names);
-    if (!holder->changed.after)
+    bool moved = holder->moved;
+    holder->moved = false;
+    if (moved && !holder->changed.after)
         link_add(&plane->reservations.changed, &holder->changed);
     kvfs_names_end(plane->names);
+    return moved;
 }
 
-struct kvfs_holder *kvfs_holder_changed(struct kvfs_plane *plane) {
-    struct kvfs_holder *told = NULL;
+/* All in one step: its caller would never be done with a list to which the thread of clients adds meanwhile. */
+uint32_t kvfs_holders_changed(struct kvfs_plane *plane, struct kvfs_holder **out, uint32_t capacity) {
+    uint32_t count = 0;
     kvfs_names_begin(plane->names);
-    if (!link_empty(&plane->reservations.changed)) {
+    while (count < capacity && !link_empty(&plane->reservations.changed)) {
         struct holder *holder = (void *)((char *)plane->reservations.changed.after - offsetof(struct holder, changed));
         link_drop(&holder->changed);
-        told = &holder->told;
+        out[count++] = &holder->told;
     }
     kvfs_names_end(plane->names);
-    return told;
+    return count;
 }
 
 void reservation_charge(struct kvfs_plane *plane, struct holder *holder, uint64_t pages) {
     atomic_fetch_add(&holder->user->reserved, pages);
     holder->told.pages += pages;
     holder->told.count++;
+    holder->moved = true;
     plane->reservations.pages += pages;
 }
 
@@ -164,6 +169,7 @@ void reservation_discharge(struct kvfs_plane *plane, struct holder *holder, uint
     assert(holder->told.pages >= pages && plane->reservations.pages >= pages && atomic_load(&holder->user->reserved) >= pages);
     atomic_fetch_sub(&holder->user->reserved, pages);
     holder->told.pages -= pages;
+    holder->moved = true;
     plane->reservations.pages -= pages;
     plane->reservations.gains++;
 }
@@ -202,6 +208,7 @@ void reservations_stamp(struct kvfs_plane *plane, struct link *made, uint64_t un
         link_drop(&reservation->turn);
         reservation->until = until;
         link_add(&plane->reservations.open, &reservation->turn);
+        reservation->holder->moved = true; /* there is one more to expire */
     }
 }
 
@@ -213,6 +220,7 @@ static void close_one(struct kvfs_plane *plane, struct reservation *reservation)
     link_drop(&reservation->turn);
     told->open--;
     told->open_pages -= reservation->pages;
+    reservation->holder->moved = true;
     plane->reservations.open_count--;
     plane->reservations.gains++;
 }
@@ -223,6 +231,7 @@ static void end_lending(struct kvfs_plane *plane, struct reservation *reservatio
     assert(reservation->lent);
     reservation->lent = false;
     reservation->rests = rest;
+    reservation->holder->moved = true;
     link_drop(&reservation->owned);
     if (!reservation->unburied) {
         reservation->holder->told.late_pages -= reservation->pages;
@@ -248,6 +257,7 @@ static void unless_needed(struct kvfs_plane *plane, struct reservation *reservat
         count_resting(plane, reservation->holder->user, reservation->pages, 0);
     }
     reservation->holder->told.count--;
+    reservation->holder->moved = true;
     free(reservation->record);
     free(reservation);
 }

@@ -12,6 +12,7 @@ struct holder {
     struct link reservations;
     struct user *user;
     struct link changed; /* among those whose accounts Python has not taken */
+    bool moved;          /* its reservations are others than at the last holder_change() */
 };
 struct reservation {
     struct reservation *next; /* of its bucket */
@@ -48,8 +49,8 @@ void reservations_init(struct kvfs_plane *plane);
 void reservations_free(struct kvfs_plane *plane);
 /* Of this holder, open or late. NULL: it has none of that number. */
 struct reservation *reservation_find(struct kvfs_plane *plane, const struct holder *holder, uint64_t number);
-/* Python has accounts to take. */
-void holder_change(struct kvfs_plane *plane, struct holder *holder);
+/* After what was done for it: whether Python has accounts to take. */
+bool holder_change(struct kvfs_plane *plane, struct holder *holder);
 /* Something that Python waits for may have come: pages, or runs to bury. */
 bool reservations_are_awaited(struct kvfs_plane *plane);
 /* All before the runs of the blocks that entered has ended. */

@@ -121,24 +121,25 @@ static void answer(struct clients *clients, struct frame *frame, uint8_t *data, 
 }
 
 static void note_change(struct clients *clients, struct connection *connection) {
-    holder_change(clients->plane, connection->holder);
+    clients->changed |= holder_change(clients->plane, connection->holder);
     places_wake(clients->plane);
-    clients->changed = true;
 }
 
 static void reserve_run(struct clients *clients, struct frame *frame) {
     struct kvfs_reserve *told = frame->told.reserve;
     int next = kvfs_reserve(clients->plane, told);
+    bool done = next == KVFS_FRAME_DONE || next == -ENOSPC;
+    if (done)
+        kvfs_reserve_finish(clients->plane, told, now_ns() + (uint64_t)clients->config.clock_ns + clients->config.reservation_ns);
     note_change(clients, frame->connection);
     if (next == KVFS_FRAME_MORE)
         return;
     frame->connection->running = NULL;
-    if (next != KVFS_FRAME_DONE && next != -ENOSPC) {
+    if (!done) {
         frame->told.next = next;
         frame_hand(clients, frame);
         return;
     }
-    kvfs_reserve_finish(clients->plane, told, now_ns() + (uint64_t)clients->config.clock_ns + clients->config.reservation_ns);
     uint64_t size = told->answer_size;
     answer(clients, frame, reserve_take_answer(told), size);
 }

@@ -51,7 +51,9 @@ static bool connection_step(struct clients *clients, struct connection *connecti
     return !connection->ended;
 }
 
-static void user_turn(struct clients *clients, struct client_user *user) {
+void clients_turn(struct clients *clients) {
+    struct client_user *user = of_turn(clients->turns.after);
+    link_drop(&user->turn);
     uint64_t begun = now_ns(), until = begun + TURN_NS;
     if (user->looks)
         frames_settle(clients, user, begun + TURN_NS / 2);
@@ -182,11 +184,8 @@ static void *clients_main(void *argument) {
             if (connection->readable && !connection->starved && !connection->paused)
                 connection_ready(clients, connection);
         }
-        if (!link_empty(&clients->turns)) {
-            struct client_user *user = of_turn(clients->turns.after);
-            link_drop(&user->turn);
-            user_turn(clients, user);
-        }
+        if (!link_empty(&clients->turns))
+            clients_turn(clients);
         uint64_t now = now_ns();
         frames_settle_soon(clients, now);
         if (clients->sweep_ns <= now)

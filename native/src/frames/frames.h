@@ -184,6 +184,7 @@ void connection_remember(struct connection *connection, const struct space *spac
 
 /* ---- clients.c: the thread, and what Python calls ---- */
 
+void clients_turn(struct clients *clients); /* of one user, who has work */
 void clients_stop(struct kvfs_plane *plane);
 /* Connections, frames so far, and those of them that Python was left. */
 struct clients_count {
