@@ -53,6 +53,8 @@ _OPEN_MAX = 65_536
 # A commit waits this long for earlier reservations of its segments to be settled, then for the index instead.
 _SETTLE_S = 0.02
 _TOMBSTONE_TASKS = 8
+# Reservations that are buried in one round: others' work is done before the next.
+_BURIED_MAX = 1024
 # Items of a COMMIT that C leaves, between two looks at other work.
 _YIELD_EVERY = 64
 
@@ -419,7 +421,7 @@ class Reservations:
         first page, and must not hide the next."""
         numbers: list[int] = []
         runs: list[Run] = []
-        while (returned := self._frames.returned()) is not None:
+        while len(numbers) < _BURIED_MAX and (returned := self._frames.returned()) is not None:
             numbers.append(returned[0])
             runs += [_run(run) for run in returned[1]]
         if not numbers:

@@ -483,6 +483,31 @@ static void test_who_holds_too_much_waits_or_is_refused(void) {
     printf("ok who holds too much waits or is refused\n");
 }
 
+/* Reservations that nobody can commit are few, however small they are. */
+static void test_what_was_taken_back_has_a_bound(void) {
+    uint32_t keys[10] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9}, made = 0;
+    uint64_t next;
+    for (uint32_t i = 0; i < HOLDERS; i++)
+        leave(i);
+    model_shrink();
+    kvfs_reservations_limit(plane, 2000, 40);
+    for (uint32_t round = 0; round < 20 && reserve(0, keys, 10, 100) == 0; round++) {
+        made += 10;
+        clock_now += 1000;
+        CHECK(kvfs_reservations_expire(plane, clock_now, &next) == 10);
+        for (uint32_t i = 0; i < model_count; i++)
+            if (model[i].open)
+                model_take_back(&model[i], true);
+        if (round % 2)
+            bury_all(); /* late ones count as well */
+    }
+    CHECK_SAY(made == 20 && holders[0]->count == 20, "%u", made);
+    kvfs_reservations_limit(plane, 2000, OPEN_MAX);
+    leave(0);
+    model_shrink();
+    printf("ok what was taken back has a bound\n");
+}
+
 /* Items of a frame with a table and with parents: any names, each in the directory that it says. */
 static void test_items_go_into_the_directories_of_a_table(void) {
     static const char *names_of[] = {"any name.bin", "k", "00ff", "\xff\x01"};
@@ -710,6 +735,7 @@ int main(void) {
     test_where_memory_ends_all_agree();
     test_items_go_into_the_directories_of_a_table();
     test_one_reservation_in_two_commits();
+    test_what_was_taken_back_has_a_bound();
     test_who_holds_too_much_waits_or_is_refused();
     test_names_that_no_file_has_are_refused();
     test_frames_of_any_bytes();

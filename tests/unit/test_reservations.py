@@ -16,7 +16,7 @@ from client_double import Place, places_in, run_bytes, wanted
 from helpers import slowness
 from store_pools import LAZY, OPTIONS, crashed_store, make_pool, names, rename, settle, verify_all, with_store, write
 
-from kvfs.frames import SHARDS, Frames, HolderPages, Next, Reserve, Shards
+from kvfs.frames import SHARDS, Frames, HolderPages, Next, Reserve, RunFields, Shards
 from kvfs.lent import Part
 from kvfs.names import Note
 from kvfs.namespace.files import Changes, Namespace
@@ -432,6 +432,36 @@ def test_accounts_are_taken_in_one_round(pool: Path, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(Frames, "changed", changed)
         store.reservations.look()
         assert asked == [3]
+
+    with_store(pool, work)
+
+
+def test_what_is_left_is_buried_in_rounds(pool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client may leave tens of thousands of reservations: others' work is done between two rounds."""
+    under_way, most = 0, 0
+    returned, buried = Frames.returned, Frames.buried
+
+    def take(frames: Frames) -> tuple[int, list[RunFields]] | None:
+        nonlocal under_way, most
+        found = returned(frames)
+        under_way += found is not None
+        most = max(most, under_way)
+        return found
+
+    def bury(frames: Frames, number: int) -> None:
+        nonlocal under_way
+        under_way -= 1
+        buried(frames, number)
+
+    async def work(store: Store) -> None:
+        monkeypatch.setattr(Frames, "returned", take)
+        monkeypatch.setattr(Frames, "buried", bury)
+        writer = Writer(store)
+        found = await writer.reserve([b"%04x" % i for i in range(1500)], 1)
+        assert sum(isinstance(one, Reservation) for one in found) == 1500
+        writer.leave()
+        await until(lambda: not store.reservations.pages, "buried")
+        assert 0 < most <= 1024
 
     with_store(pool, work)
 

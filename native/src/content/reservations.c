@@ -101,6 +101,9 @@ int reservation_ask(struct kvfs_plane *plane, const struct holder *holder, uint6
     if (all->pages + resting + pages > all->share_pages || all->open_count >= all->open_max)
         /* Others' go in time; one's own only with a commit that comes after this answer. */
         return told->open_pages + pages > own || told->open >= all->open_max / 2 ? -ENOSPC : KVFS_FRAME_ROOM;
+    /* Those that are to be buried go in time, and late ones as their holder says that nothing can land there. */
+    if (told->count - told->open >= all->open_max / 2)
+        return KVFS_FRAME_ROOM;
     return pages > user_room(plane, holder->user) / PAGE ? -ENOSPC : 0;
 }
 
