@@ -257,8 +257,10 @@ class Names:
         while lib.kvfs_place_failed(self._names, segment, out):
             yield FailedRun(generation, out.page, out.page_count)
 
-    def head(self, head: int, segment: int | None, generation: int = 0) -> None:
-        """A head of the data plane appends to this segment, or to none."""
+    def head(self, head: int, segment: int | None, generation: int = 0, *, held: bool = False) -> None:
+        """A head of the data plane appends to this segment, or to none. `held`: the caller does until the next call."""
+        if held:
+            return cast(None, lib.kvfs_place_hold(self._names, head))
         lib.kvfs_place_head(self._names, head, _NOWHERE if segment is None else segment, generation)
 
     def client_heads(self, count: int) -> None:

@@ -113,7 +113,7 @@ class Head:
     """The place to which a stream is appended. Only Segments changes it."""
 
     stream: Stream
-    on_lead: Callable[[Segment | None], None]  # told to which segment others may append, under no lock
+    on_lead: Callable[[Segment | None, bool], None]  # told to which segment others may append; True: the lock is taken
     segment: Segment | None = None
     lock: trio.Lock = field(default_factory=trio.Lock)
 

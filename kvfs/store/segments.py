@@ -119,7 +119,7 @@ class Segments:
         self._led = [
             Head(Stream.CLIENT if i else Stream.NEW, partial(self._lead, HEAD_NEW + i)) for i in range(1 + CLIENT_HEADS)
         ]
-        self._heads = {s: [Head(s, lambda _: None)] for s in Stream}
+        self._heads = {s: [Head(s, lambda *_: None)] for s in Stream}
         self._heads |= {Stream.NEW: self._led[:1], Stream.CLIENT: self._led[1:]}
         # Runs of the data plane that were not written.
         self._failed: list[Run] = []
@@ -320,11 +320,11 @@ class Segments:
         """Nobody but the caller, who has the head's lock, appends to it. In one step: the segment that the data plane
         went on to last is the head's then."""
         self.take_notes()
-        head.on_lead(None)
+        head.on_lead(None, True)
 
-    def _lead(self, head: int, segment: Segment | None) -> None:
+    def _lead(self, head: int, segment: Segment | None, held: bool) -> None:
         """The data plane appends to this segment, too."""
-        self.names.head(head, *((None, 0) if segment is None else (segment.index, segment.generation)))
+        self.names.head(head, *((None, 0) if segment is None else (segment.index, segment.generation)), held=held)
 
     def changed(self, segment: Segment) -> None:
         self._changed.add(segment.index)
@@ -424,7 +424,7 @@ class Segments:
                 raise
             finally:
                 if not head.lock.statistics().tasks_waiting:
-                    head.on_lead(head.segment)
+                    head.on_lead(head.segment, False)
             return runs
 
     @step
@@ -555,7 +555,7 @@ class Segments:
             for head in heads:
                 if head.segment is segment:
                     head.segment = None
-                    head.on_lead(None)
+                    head.on_lead(None, head.lock.locked())
         self._retire(segment)
 
     def _retire(self, segment: Segment) -> None:
@@ -621,7 +621,7 @@ class Segments:
                     self._supply(await self._next(head.stream))
             finally:
                 if not head.lock.statistics().tasks_waiting:
-                    head.on_lead(head.segment)
+                    head.on_lead(head.segment, False)
 
     async def prepare(self) -> None:
         """Keep segments open ahead, so that a writer at the end of one does not wait for a header."""

@@ -310,6 +310,30 @@ static void test_a_put_goes_on_to_the_next_segment(void) {
     segment_open(1);
 }
 
+/* Python looks for a segment for one head of clients: blocks go to others meanwhile. One that was never opened is for Python to open. */
+static void test_a_head_that_python_holds_is_passed_over(void) {
+    uint64_t numbers[4];
+    struct peer peer = connect_as(USER, NULL, 0);
+    reserve(&peer, "08", 0, 1, numbers);
+    kvfs_place_clients(names, 2);
+    kvfs_place_head(names, 2, 4, 9);
+    kvfs_place_hold(names, 1);
+    struct clients_count before = clients_count(plane);
+    CHECK(reserve(&peer, "08", 1, 1, numbers) == 1 && reserve(&peer, "08", 2, 1, numbers + 1) == 1);
+    CHECK(clients_count(plane).handed == before.handed && places[4].run_count == 2);
+    commit(&peer, numbers, 2);
+    before = clients_count(plane);
+    kvfs_place_hold(names, 2);
+    CHECK(reserve(&peer, "08", 3, 1, numbers) == 0 && clients_count(plane).handed == before.handed + 1);
+    kvfs_place_head(names, 2, 4, 9);
+    kvfs_place_head(names, 1, UINT32_MAX, 0);
+    CHECK(reserve(&peer, "08", 3, 1, numbers) == 0 && clients_count(plane).handed == before.handed + 2);
+    hang_up(&peer);
+    kvfs_place_head(names, 2, UINT32_MAX, 0);
+    kvfs_place_clients(names, 1);
+    segment_open(1);
+}
+
 static void test_frames_in_pieces(void) {
     uint8_t bytes[4096];
     uint64_t numbers[4];
@@ -960,6 +984,7 @@ int main(void) {
     segment_open(1);
     RUN(test_a_put_needs_python_once);
     RUN(test_a_put_goes_on_to_the_next_segment);
+    RUN(test_a_head_that_python_holds_is_passed_over);
     RUN(test_frames_in_pieces);
     RUN(test_heads_that_break_a_rule);
     RUN(test_hang_ups_in_every_state);

@@ -18,7 +18,7 @@ from store_pools import LAZY, OPTIONS, crashed_store, make_pool, names, rename, 
 
 from kvfs.frames import SHARDS, Frames, HolderPages, Next, Reserve, RunFields, Shards
 from kvfs.lent import Part
-from kvfs.names import Note
+from kvfs.names import Names, Note
 from kvfs.namespace.files import Changes, Namespace
 from kvfs.plane import Run
 from kvfs.pool.format import Stream
@@ -462,6 +462,23 @@ def test_what_is_left_is_buried_in_rounds(pool: Path, monkeypatch: pytest.Monkey
         writer.leave()
         await until(lambda: not store.reservations.pages, "buried")
         assert 0 < most <= 1024
+
+    with_store(pool, work)
+
+
+def test_the_data_plane_is_told_which_head_is_held(pool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While Python looks for a segment for a head, clients' blocks go to others."""
+    told: list[tuple[bool, bool]] = []
+    head = Names.head
+
+    def tell(names: Names, number: int, segment: int | None, generation: int = 0, *, held: bool = False) -> None:
+        told.append((segment is not None, held))
+        head(names, number, segment, generation, held=held)
+
+    async def work(store: Store) -> None:
+        monkeypatch.setattr(Names, "head", tell)
+        await Writer(store).place(b"first")
+        assert told == [(False, True), (True, False)]
 
     with_store(pool, work)
 

@@ -113,7 +113,8 @@ struct place_runs {
 struct head {
     uint64_t generation;
     uint32_t segment; /* UINT32_MAX: none */
-    bool closed;      /* Python itself appends there */
+    bool closed;      /* only Python appends there */
+    bool held;        /* and does now, or looks for a segment */
 };
 struct places {
     struct kvfs_place *all;

@@ -150,6 +150,8 @@ uint32_t place_client_head(const struct kvfs_names *names) {
     uint32_t best = KVFS_HEAD_NEW + 1;
     for (uint32_t i = 0, least = UINT32_MAX; i < places->client_count; i++) {
         const struct head *head = &places->heads[KVFS_HEAD_NEW + 1 + i];
+        if (head->held)
+            continue;
         uint32_t in_flight = head->segment == UINT32_MAX ? 0 : places->all[head->segment].run_count;
         if (in_flight < least) {
             least = in_flight;
@@ -168,7 +170,14 @@ void kvfs_place_clients(struct kvfs_names *names, uint32_t count) {
 void kvfs_place_head(struct kvfs_names *names, uint32_t head, uint32_t segment, uint64_t generation) {
     kvfs_names_begin(names);
     assert(head < KVFS_HEADS && (segment == UINT32_MAX || segment < names_places(names)->count));
-    names_places(names)->heads[head] = (struct head){generation, segment, segment == UINT32_MAX};
+    names_places(names)->heads[head] = (struct head){generation, segment, segment == UINT32_MAX, false};
+    kvfs_names_end(names);
+}
+
+void kvfs_place_hold(struct kvfs_names *names, uint32_t head) {
+    kvfs_names_begin(names);
+    assert(head < KVFS_HEADS);
+    names_places(names)->heads[head] = (struct head){0, UINT32_MAX, true, true};
     kvfs_names_end(names);
 }
 
