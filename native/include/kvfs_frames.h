@@ -72,7 +72,7 @@ uint32_t kvfs_holders_changed(struct kvfs_plane *plane, struct kvfs_holder **out
 enum kvfs_frame_next {
     KVFS_FRAME_DONE,
     KVFS_FRAME_MORE,  /* a part is done */
-    KVFS_FRAME_ROOM,  /* others hold what there is: again when a reservation has ended. KVFS_EVENT_RESERVED comes at once then */
+    KVFS_FRAME_ROOM,  /* others hold what there is: again when a reservation has ended. KVFS_EVENT_RESERVED comes within a millisecond then */
     KVFS_FRAME_PLACE, /* no segment of clients (kvfs_place_head()) has room for header_pages and data_pages: kvfs_reserve_place() */
     KVFS_FRAME_NAMES  /* a directory from `parent` up, or a name's holder, is not in memory: again, with `loaded` */
 };

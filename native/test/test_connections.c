@@ -781,6 +781,41 @@ static void test_commits_of_nothing_change_no_account(void) {
     kvfs_holder_free(plane, holder);
 }
 
+static void gain(bool awaited) {
+    kvfs_names_begin(names);
+    plane->reservations.awaited += awaited;
+    plane->reservations.gains++;
+    kvfs_names_end(names);
+}
+static bool is_told(struct clients *clients, uint64_t now) {
+    clients->changed = true;
+    clients_account(clients, now);
+    return !clients->changed;
+}
+
+/* Python takes accounts every 20 ms. While somebody waits, every millisecond at most, and only for what has come. */
+static void test_accounts_are_taken_now_and_then(void) {
+    const uint64_t us = 1000, ms = 1000 * us;
+    struct clients *clients = stand_alone();
+    clients->accounted_ns = 99 * ms;
+    CHECK(!is_told(clients, 100 * ms) && clients->account_ns == 120 * ms);
+    gain(false);
+    CHECK(!is_told(clients, 119 * ms) && is_told(clients, 120 * ms) && clients->account_ns == UINT64_MAX);
+    CHECK(!is_told(clients, 130 * ms) && clients->account_ns == 150 * ms);
+    gain(true);
+    CHECK(is_told(clients, 130 * ms));
+    CHECK(!is_told(clients, 140 * ms)); /* nothing has come */
+    gain(false);
+    CHECK(is_told(clients, 140 * ms));
+    gain(false);
+    CHECK(!is_told(clients, 140 * ms + 300 * us) && clients->account_ns == 141 * ms);
+    CHECK(!is_told(clients, 140 * ms + 600 * us) && is_told(clients, 141 * ms));
+    kvfs_names_begin(names);
+    plane->reservations.awaited--;
+    kvfs_names_end(names);
+    stand_down(clients);
+}
+
 /* A user with work for long has a turn; then the next has its own. */
 static void test_after_a_turn_of_one_user_comes_the_next(void) {
     int pairs[9][2];
@@ -998,6 +1033,7 @@ int main(void) {
     RUN(test_a_large_frame_leaves_no_memory_behind);
     RUN(test_what_is_received_ahead_counts);
     RUN(test_commits_of_nothing_change_no_account);
+    RUN(test_accounts_are_taken_now_and_then);
     RUN(test_after_a_turn_of_one_user_comes_the_next);
     RUN(test_commits_that_wait_have_turns);
     RUN(test_who_waits_for_a_turn_or_for_room_is_not_late);

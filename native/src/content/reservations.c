@@ -130,11 +130,14 @@ void kvfs_directories_changed(struct kvfs_plane *plane, int moved) {
 
 /* ---- what Python takes in ---- */
 
-bool reservations_are_awaited(struct kvfs_plane *plane) {
+bool reservations_have_come(struct kvfs_plane *plane, uint64_t *gains) {
     kvfs_names_begin(plane->names);
     bool awaited = plane->reservations.awaited > 0 || !link_empty(&plane->reservations.returned);
+    bool come = awaited && plane->reservations.gains != *gains;
+    if (come)
+        *gains = plane->reservations.gains;
     kvfs_names_end(plane->names);
-    return awaited;
+    return come;
 }
 
 bool holder_change(struct kvfs_plane *plane, struct holder *holder) {

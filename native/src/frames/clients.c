@@ -8,8 +8,9 @@
 #include "base/descriptor.h"
 
 #define TURN_NS UINT64_C(1000000)
-/* So often are accounts taken. */
+/* So often are accounts taken, and so often at most where somebody waits. */
 #define ACCOUNT_NS UINT64_C(20000000)
+#define ACCOUNT_SOON_NS UINT64_C(1000000)
 #define EVENTS_MAX 64
 
 /* ---- turns ---- */
@@ -142,16 +143,18 @@ static void reap(struct clients *clients) {
     }
 }
 
-/* Python takes accounts of what was reserved and committed: at once if somebody waits for that, else now and then. */
-static void account(struct clients *clients, uint64_t now) {
+void clients_account(struct clients *clients, uint64_t now) {
     if (!clients->changed)
         return;
     if (clients->account_ns == UINT64_MAX)
         clients->account_ns = now + ACCOUNT_NS;
-    if (now < clients->account_ns && !reservations_are_awaited(clients->plane))
+    if (reservations_have_come(clients->plane, &clients->gains))
+        clients->account_ns = min_u64(clients->account_ns, clients->accounted_ns + ACCOUNT_SOON_NS);
+    if (now < clients->account_ns)
         return;
     clients->changed = !event_add(clients->plane, KVFS_EVENT_RESERVED, 0, 0);
-    clients->account_ns = UINT64_MAX;
+    clients->account_ns = clients->changed ? now + ACCOUNT_NS : UINT64_MAX;
+    clients->accounted_ns = now;
 }
 
 static int wait_ms(struct clients *clients, uint64_t now) {
@@ -190,7 +193,7 @@ static void *clients_main(void *argument) {
         frames_settle_soon(clients, now);
         if (clients->sweep_ns <= now)
             connections_sweep(clients, now);
-        account(clients, now);
+        clients_account(clients, now);
         reap(clients);
     }
     return NULL;

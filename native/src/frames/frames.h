@@ -114,6 +114,8 @@ struct clients {
     bool runs_ended;       /* since the last one */
     uint64_t sweep_ns;     /* the next look at deadlines; UINT64_MAX: there are none */
     uint64_t account_ns;   /* Python takes accounts then; UINT64_MAX: nothing has changed */
+    uint64_t accounted_ns; /* when it was told last */
+    uint64_t gains;        /* of reservations, when it was told last */
     uint64_t *aligned;     /* inodes of a frame */
     bool started, changed; /* changed: accounts */
     atomic_bool stopping;
@@ -185,6 +187,8 @@ void connection_remember(struct connection *connection, const struct space *spac
 /* ---- clients.c: the thread, and what Python calls ---- */
 
 void clients_turn(struct clients *clients); /* of one user, who has work */
+/* Python is told to take accounts of what was reserved and committed: soon if something has come that somebody waits for, else now and then. */
+void clients_account(struct clients *clients, uint64_t now);
 void clients_stop(struct kvfs_plane *plane);
 /* Connections, frames so far, and those of them that Python was left. */
 struct clients_count {
