@@ -906,6 +906,38 @@ static void test_commits_that_wait_have_turns(void) {
     close(pair[1]);
 }
 
+/* Nobody is woken because a peer reads, unless there is something to send that had no room. */
+static void test_a_peer_that_reads_wakes_who_waits_for_it(void) {
+    static uint8_t bytes[1 << 20];
+    int pair[2];
+    struct epoll_event event;
+    CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, pair) == 0);
+    struct clients *clients = stand_alone();
+    struct connection *connection = alone_with(clients, pair[1]);
+    const struct frame frame = {.told = {.type = WIRE_LIST}};
+    CHECK(epoll_wait(clients->poll, &event, 1, 0) == 0);
+    for (uint32_t round = 0; round < 3; round++) {
+        connection_answer(clients, connection, &frame, 0, NULL, 0, -1);
+        CHECK(connection->sendable && recv(pair[0], bytes, 16, 0) == 16);
+        CHECK(epoll_wait(clients->poll, &event, 1, 0) == 0);
+        connection_answer(clients, connection, &frame, 0, calloc(1, sizeof(bytes)), sizeof(bytes), -1);
+        CHECK(!connection->sendable && epoll_wait(clients->poll, &event, 1, 0) == 0);
+        for (uint64_t got = 0; got < 16 + sizeof(bytes);) {
+            ssize_t n = recv(pair[0], bytes, sizeof(bytes), 0);
+            got += n > 0 ? (uint64_t)n : 0;
+            if (epoll_wait(clients->poll, &event, 1, 0) == 1) {
+                CHECK(event.events == EPOLLOUT && event.data.ptr == connection);
+                connection->sendable = true;
+                connection_flush(clients, connection);
+            }
+        }
+        CHECK(connection->sendable && !connection->first && epoll_wait(clients->poll, &event, 1, 0) == 0);
+    }
+    stand_down(clients);
+    close(pair[0]);
+    close(pair[1]);
+}
+
 /* Late is who does not send, and not who is not read. */
 static void test_who_waits_for_a_turn_or_for_room_is_not_late(void) {
     int pair[2];
@@ -1036,6 +1068,7 @@ int main(void) {
     RUN(test_accounts_are_taken_now_and_then);
     RUN(test_after_a_turn_of_one_user_comes_the_next);
     RUN(test_commits_that_wait_have_turns);
+    RUN(test_a_peer_that_reads_wakes_who_waits_for_it);
     RUN(test_who_waits_for_a_turn_or_for_room_is_not_late);
     RUN(test_a_storm);
     wait_for(none_runs, 0, "the end of all");

@@ -13,6 +13,7 @@
 #define SWEEP_NS UINT64_C(250000000)
 /* Frames without an answer that Python has of a connection. */
 #define HEARS_MAX 64u
+#define WATCHED (EPOLLIN | EPOLLRDHUP | EPOLLET)
 
 static struct connection *of_user_link(struct link *link) {
     return (struct connection *)(void *)((char *)link - offsetof(struct connection, of_user));
@@ -77,7 +78,7 @@ static struct client_user *user_of(struct clients *clients, uint32_t uid) {
 static void look_soon(struct clients *clients) { clients->sweep_ns = min_u64(clients->sweep_ns, now_ns() + SWEEP_NS); }
 
 void connection_enter(struct clients *clients, struct connection *connection) {
-    struct epoll_event event = {.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, .data.ptr = connection};
+    struct epoll_event event = {.events = WATCHED, .data.ptr = connection};
     struct connection **bucket = bucket_of(clients, connection->number);
     connection->next = *bucket;
     *bucket = connection;
@@ -359,7 +360,17 @@ static ssize_t send_with(const struct connection *connection, struct msghdr *mes
     return n;
 }
 
-void connection_flush(struct clients *clients, struct connection *connection) {
+/* Room to send is looked for where there was none: else each read of the peer's would wake the thread. */
+static void arm(struct clients *clients, struct connection *connection) {
+    struct epoll_event event = {.events = WATCHED | (connection->sendable ? 0 : EPOLLOUT), .data.ptr = connection};
+    if (connection->ended || connection->armed != connection->sendable)
+        return;
+    connection->armed = !connection->sendable;
+    if (epoll_ctl(clients->poll, EPOLL_CTL_MOD, connection->fd, &event) < 0)
+        connection_end(clients, connection, NULL);
+}
+
+static void flush(struct clients *clients, struct connection *connection) {
     while (connection->first && connection->sendable && !connection->ended) {
         struct output *output = connection->first;
         uint64_t whole = sizeof(output->head) + output->size, from = output->sent;
@@ -395,6 +406,11 @@ void connection_flush(struct clients *clients, struct connection *connection) {
     }
     if (!connection->first && connection->closing)
         connection_end(clients, connection, NULL);
+}
+
+void connection_flush(struct clients *clients, struct connection *connection) {
+    flush(clients, connection);
+    arm(clients, connection);
 }
 
 static void send_later(struct clients *clients, struct connection *connection, struct output *output) {

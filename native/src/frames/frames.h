@@ -73,7 +73,8 @@ struct connection {
     int fd;
     uint32_t version, handed_hears;
     uint32_t uid;
-    bool writable, in_poll, readable, sendable, ended, closing, starved, own_starved, paused;
+    bool writable, in_poll, readable, sendable, armed, ended, closing, starved, own_starved, paused;
+    /* armed: the poll tells when more can be sent. */
     /* The frame whose bytes come first. */
     uint8_t *data;
     uint64_t have, capacity, until_ns; /* until_ns: of the frame that has begun; UINT64_MAX: none has */
