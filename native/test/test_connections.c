@@ -16,6 +16,11 @@
 #define CLIENTS_MAX 64u
 #define SECONDS(n) ((n) * slowness())
 
+void *__real_malloc(size_t size);
+void *__wrap_malloc(size_t size);
+static __thread uint32_t failures; /* so many calls of this thread get no memory */
+void *__wrap_malloc(size_t size) { return failures && failures-- ? NULL : __real_malloc(size); }
+
 static struct kvfs_names *names;
 static struct kvfs_place *places;
 static struct kvfs_shard shards[KVFS_SHARDS];
@@ -629,6 +634,27 @@ static void test_a_status_that_no_answer_has_is_another(void) {
     hang_up(&peer);
 }
 
+/* The answer's size is the client's to choose: without memory for it the connection ends, and Python does not wait. */
+static void test_an_answer_without_memory_ends_its_connection(void) {
+    uint8_t bytes[64];
+    struct peer peer = connect_as(USER, NULL, 0);
+    uint32_t before = atomic_load(&frames_taken);
+    atomic_store(&manner, KEEPS);
+    send_frame(peer.fd, WIRE_LIST, 1, bytes, 8);
+    wait_for(were_taken, before + 1, "a frame");
+    pthread_mutex_lock(&told_lock);
+    struct kvfs_client_frame *frame = kept[--kept_count];
+    pthread_mutex_unlock(&told_lock);
+    failures = 3;
+    kvfs_client_answer(plane, frame, 0, bytes, sizeof(bytes), -1);
+    CHECK_SAY(failures == 2, "%u", failures);
+    failures = 0;
+    wait_for(is_ended, peer.number, "the end");
+    CHECK(recv(peer.fd, bytes, 1, MSG_DONTWAIT) < 0);
+    atomic_store(&manner, ANSWERS);
+    peer_gone(&peer);
+}
+
 /* ---- without the thread, at any time ---- */
 
 static struct clients *stand_alone(void) {
@@ -1062,6 +1088,7 @@ int main(void) {
     RUN(test_a_frame_that_python_has_counts_twice);
     RUN(test_who_does_not_read_goes);
     RUN(test_a_status_that_no_answer_has_is_another);
+    RUN(test_an_answer_without_memory_ends_its_connection);
     RUN(test_a_large_frame_leaves_no_memory_behind);
     RUN(test_what_is_received_ahead_counts);
     RUN(test_commits_of_nothing_change_no_account);

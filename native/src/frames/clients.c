@@ -86,7 +86,9 @@ static void answer_run(struct clients *clients, struct frame *frame) {
     struct connection *connection = connection_find(clients, frame->told.client);
     if (!connection)
         return;
-    if (frame->hears) {
+    if (frame->failed) {
+        connection_end(clients, connection, NULL);
+    } else if (frame->hears) {
         connection->handed_hears--;
         connection_give(clients, connection, frame->cost);
         if (connection->paused)
@@ -362,9 +364,10 @@ void kvfs_client_answer(struct kvfs_plane *plane, struct kvfs_client_frame *told
         size = (told->size - sizeof(uint64_t)) / sizeof(struct wire_commit) * sizeof(int64_t);
     }
     if (!frame->answer && size) {
-        while (!(frame->answer = malloc(size)))
-            usleep(10000);
-        memcpy(frame->answer, data, size);
+        /* A client has chosen the size: Python waits for no such memory. */
+        frame->answer = malloc(size);
+        frame->failed = !frame->answer;
+        copy_bytes(frame->answer, data, frame->answer ? size : 0);
         frame->answer_size = size;
     }
     frame->status = status;
