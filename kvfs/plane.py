@@ -693,6 +693,10 @@ class Plane:
         """Set the bytes that a user holds in addition to open blocks."""
         lib.kvfs_user_hold(self._plane, user, size)
 
+    def user_reserved(self, user: int) -> int:
+        """Bytes that a user's native clients have reserved, now."""
+        return cast(int, lib.kvfs_user_reserved(self._plane, user))
+
     def users(self) -> list[UserNumbers]:
         """Each user that was ever seen."""
         out = ffi.new("struct kvfs_user[]", _USERS_MAX)

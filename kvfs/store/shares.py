@@ -79,10 +79,11 @@ class Shares:
         return user in (ROOT, self._exempt)
 
     def held(self, user: int) -> int:
-        return sum(held[user] for held in self._held.values())
+        return sum(self.held_as(kind, user) for kind in _KINDS)
 
     def held_as(self, kind: str, user: int) -> int:
-        return self._held[kind][user]
+        # The data plane reserves by itself, and says so later.
+        return self._plane.user_reserved(user) if kind == RESERVED else self._held[kind][user]
 
     def add(self, kind: str, user: int, size: int) -> None:
         """Change the user's amount."""
@@ -90,7 +91,9 @@ class Shares:
         held[user] = max(0, held[user] + size)
         if not held[user]:
             del held[user]
-        self._changed.add(user)
+        if kind != RESERVED:  # it goes on reserving meanwhile
+            self._changed.add(user)
+            self.notify()
 
     def replace(self, kind: str, sizes: Mapping[int, int]) -> None:
         """All users' holdings of a kind, counted anew."""
@@ -111,7 +114,7 @@ class Shares:
     def check(self, user: int, size: int, what: str) -> None:
         """ShareError unless the user may hold this much more."""
         if not self.has_room(user, size):
-            parts = ", ".join(f"{told_size(held[user])} {kind}" for kind, held in self._held.items())
+            parts = ", ".join(f"{told_size(self.held_as(kind, user))} {kind}" for kind in _KINDS)
             raise ShareError(
                 f"{what}: {told_size(size)} more for {name_of(user)}, who holds {parts}; the share of one user is "
                 f"{told_size(self.size)}"

@@ -556,6 +556,7 @@ int kvfs_names_ask(struct kvfs_plane *plane, uint32_t id);
 void kvfs_set_staging_share(struct kvfs_plane *plane, uint64_t bytes);
 /* Bytes that a user holds in addition: pins and slabs. What native clients have reserved counts by itself. */
 void kvfs_user_hold(struct kvfs_plane *plane, uint32_t id, uint64_t bytes);
+uint64_t kvfs_user_reserved(struct kvfs_plane *plane, uint32_t user); /* bytes: reservations of native clients, and where late writes may land */
 /* All users seen so far. Returns the count, at most capacity. */
 int kvfs_users(struct kvfs_plane *plane, struct kvfs_user *out, uint32_t capacity);
 /* The user that an inode's open content is charged to; -ENOENT: it is not open. */

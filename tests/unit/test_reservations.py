@@ -16,6 +16,7 @@ from client_double import Place, places_in, run_bytes, wanted
 from helpers import slowness
 from store_pools import LAZY, OPTIONS, crashed_store, make_pool, names, rename, settle, verify_all, with_store, write
 
+from kvfs.errors import ShareError
 from kvfs.frames import SHARDS, Frames, HolderPages, Next, Reserve, RunFields, Shards
 from kvfs.lent import Part
 from kvfs.names import Names, Note
@@ -479,6 +480,33 @@ def test_the_data_plane_is_told_which_head_is_held(pool: Path, monkeypatch: pyte
         monkeypatch.setattr(Names, "head", tell)
         await Writer(store).place(b"first")
         assert told == [(False, True), (True, False)]
+
+    with_store(pool, work)
+
+
+def test_shares_are_exact_between_two_accounts(pool: Path) -> None:
+    """The data plane reserves by itself for a user, who asks Python for pins: neither gives what the other has given."""
+
+    def go(store: Store, writer: Writer, pages: int) -> Next | None:
+        shards = Shards()
+        for number in range(SHARDS):
+            shards[number].directory = ROOT_INODE
+        items = Part(wanted([(b"name", pages * PAGE_SIZE)]))
+        with store.plane.frames.reserve(writer.holder.told, items, 1, shards, MALLORY, 0) as frame:
+            return frame.go()
+
+    async def work(store: Store) -> None:
+        shares, writer = store.shares, Writer(store, MALLORY)
+        await writer.place(b"opens a segment")
+        before = shares.held(MALLORY)
+        assert go(store, writer, 100) == Next.DONE
+        assert shares.held(MALLORY) - before >= 100 * PAGE_SIZE
+        with pytest.raises(ShareError):
+            shares.check(MALLORY, shares.size - before, "all")
+        shares.add(PINNED, MALLORY, shares.room(MALLORY) - 50 * PAGE_SIZE)
+        assert go(store, writer, 60) is None
+        shares.add(PINNED, MALLORY, -shares.held_as(PINNED, MALLORY))
+        assert go(store, writer, 60) == Next.DONE
 
     with_store(pool, work)
 

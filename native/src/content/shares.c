@@ -178,6 +178,7 @@ void kvfs_set_share(struct kvfs_plane *plane, uint64_t bytes, uint32_t names_par
 int kvfs_names_ask(struct kvfs_plane *plane, uint32_t id) { return names_ask(plane, user_get(plane, id), true); }
 
 void kvfs_user_hold(struct kvfs_plane *plane, uint32_t id, uint64_t bytes) { atomic_store(&user_get(plane, id)->other, bytes); }
+uint64_t kvfs_user_reserved(struct kvfs_plane *plane, uint32_t id) { return atomic_load(&user_get(plane, id)->reserved) * PAGE; }
 
 int kvfs_users(struct kvfs_plane *plane, struct kvfs_user *out, uint32_t capacity) {
     uint32_t count = 0;
