@@ -60,7 +60,7 @@ struct kvfs_client_frame {
     struct kvfs_reserve *reserve; /* a RESERVE or COMMIT that is under way: the caller goes on with it. NULL: nothing was done yet */
     struct kvfs_commit *commit;
 };
-/* At most `count` of them. Each is the caller's until kvfs_client_answer(), the end of a connection too. */
+/* At most `count` of them, of each user in turn. Each is the caller's until kvfs_client_answer(), the end of a connection too. */
 int kvfs_clients_take(struct kvfs_plane *plane, struct kvfs_client_frame **out, uint32_t count);
 /* The end of a frame, and of what is under way for it. status: 0 or -errno, or KVFS_CLIENT_NO_ANSWER. No data with 0: what reserve or commit has to
  * say. fd: of a file that goes along, opened anew for reading while it is sent; it stays open as long as the connection. -1: none. Without memory for a

@@ -663,6 +663,7 @@ static struct clients *stand_alone(void) {
     pthread_mutex_init(&made->lock, NULL);
     link_init(&made->turns);
     link_init(&made->settling);
+    link_init(&made->handing);
     made->poll = epoll_create1(EPOLL_CLOEXEC);
     made->told = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
     CHECK(made->poll >= 0 && made->told >= 0);
@@ -691,7 +692,7 @@ static void stand_down(struct clients *clients) {
     for (uint32_t i = 0; i < CONNECTION_BUCKETS; i++)
         while (clients->buckets[i])
             connection_end(clients, clients->buckets[i], NULL);
-    for (struct frame *frame; (frame = frames_take(&clients->handed));)
+    for (struct frame *frame; (frame = frame_handed(clients));)
         frame_free(frame);
     for (struct connection *at = clients->dead, *next; at; at = next) {
         next = at->next;
@@ -870,6 +871,37 @@ static void test_after_a_turn_of_one_user_comes_the_next(void) {
     kvfs_holder_leave(plane, holder);
     kvfs_holder_free(plane, holder);
     for (uint32_t i = 0; i < 9; i++) {
+        close(pairs[i][0]);
+        close(pairs[i][1]);
+    }
+}
+
+/* A user may leave thousands of frames to Python: another's first one comes behind one of these. */
+static void test_frames_for_python_are_taken_from_each_user_in_turn(void) {
+    int pairs[3][2];
+    struct clients *clients = stand_alone();
+    for (uint32_t i = 0; i < 3; i++) {
+        CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pairs[i]) == 0);
+        fcntl(pairs[i][1], F_SETFL, O_NONBLOCK);
+        for (uint32_t n = 0; n < (i == 2 ? 2 : 20); n++)
+            send_frame(pairs[i][0], WIRE_RELEASE, n, "12345678", 8);
+        struct connection *made = alone_as(clients, pairs[i][1], i < 2 ? USER : USER + 1, NULL);
+        while (!link_empty(&clients->turns))
+            clients_turn(clients);
+        if (i == 1)
+            connection_end(clients, made, NULL);
+    }
+    uint32_t counts[3] = {0}, taken = 0;
+    for (struct frame *frame; (frame = frame_handed(clients)); taken++) {
+        uint32_t client = (uint32_t)frame->told.client - 1;
+        bool end = frame->told.what == KVFS_CLIENT_ENDED;
+        CHECK(client == 2 ? taken == 1 || taken == 3 : client < 2);
+        CHECK(end ? client == 1 && counts[1] == 20 : frame->id == counts[client]++);
+        frame_free(frame);
+    }
+    CHECK(taken == 43 && counts[0] == 20 && counts[2] == 2);
+    stand_down(clients);
+    for (uint32_t i = 0; i < 3; i++) {
         close(pairs[i][0]);
         close(pairs[i][1]);
     }
@@ -1094,6 +1126,7 @@ int main(void) {
     RUN(test_commits_of_nothing_change_no_account);
     RUN(test_accounts_are_taken_now_and_then);
     RUN(test_after_a_turn_of_one_user_comes_the_next);
+    RUN(test_frames_for_python_are_taken_from_each_user_in_turn);
     RUN(test_commits_that_wait_have_turns);
     RUN(test_a_peer_that_reads_wakes_who_waits_for_it);
     RUN(test_who_waits_for_a_turn_or_for_room_is_not_late);

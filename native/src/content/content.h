@@ -39,6 +39,11 @@ struct staged_list {
     uint64_t failed_ns;   /* when devices failed one last; 0: never */
 };
 /* A user's part of the pool. It never goes: a user who comes again finds the place. */
+/* Requests of native clients (frames/frames.h), the first one first. */
+struct frame;
+struct frames {
+    struct frame *first, *last;
+};
 struct user {
     atomic_ullong key;                            /* id + 1; 0: free */
     atomic_ullong open, other;                    /* bytes: blocks open and charged to the user; pins and slabs, by Python's count */
@@ -49,6 +54,8 @@ struct user {
     uint64_t answering;                           /* bytes that answers to RESERVE take beyond what is usual, until they are made */
     atomic_ullong kept;                           /* bytes of its clients' connections, requests and answers: the thread of frames has them */
     uint32_t clients;                             /* that are connected */
+    struct frames handed;                         /* what is left to Python, under the clients' lock, as is the next */
+    struct link handing;                          /* among users with such */
     atomic_ullong evicted;                        /* blocks that went while the user had them open */
     atomic_llong names;                           /* records that eviction cannot take: kvfs_table_watch() */
     atomic_ullong staged_bytes, staging_refusals; /* memory of files being written; writes that were refused for want of it */

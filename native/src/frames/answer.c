@@ -137,7 +137,7 @@ static void reserve_run(struct clients *clients, struct frame *frame) {
     frame->connection->running = NULL;
     if (!done) {
         frame->told.next = next;
-        frame_hand(clients, frame);
+        frame_hand(clients, frame, frame->connection);
         return;
     }
     uint64_t size = told->answer_size;
@@ -185,7 +185,7 @@ static void commit_run(struct clients *clients, struct frame *frame) {
     frame->connection->running = NULL;
     frame->told.next = next;
     if (next != KVFS_FRAME_DONE || !alone || told->durable) {
-        frame_hand(clients, frame);
+        frame_hand(clients, frame, frame->connection);
         return;
     }
     if (commit_is_settled(clients->plane, told)) {
@@ -217,7 +217,7 @@ void frames_settle(struct clients *clients, struct client_user *user, uint64_t u
             }
         } else if (frame->settles_until_ns <= now) {
             frame->told.commit->durable = 1;
-            frame_hand(clients, frame);
+            frame_hand(clients, frame, frame->connection);
         } else {
             frames_add(&looked, frame);
         }
@@ -254,7 +254,7 @@ void frame_begin(struct clients *clients, struct connection *connection, struct 
         connection->running = frame;
     } else {
         connection->handed_hears += frame->hears;
-        frame_hand(clients, frame);
+        frame_hand(clients, frame, connection);
     }
 }
 

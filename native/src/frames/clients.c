@@ -210,6 +210,7 @@ int kvfs_clients_start(struct kvfs_plane *plane, const struct kvfs_clients_confi
     pthread_mutex_init(&clients->lock, NULL);
     link_init(&clients->turns);
     link_init(&clients->settling);
+    link_init(&clients->handing);
     struct epoll_event event = {.events = EPOLLIN, .data.ptr = NULL};
     clients->poll = descriptor_above(epoll_create1(EPOLL_CLOEXEC));
     clients->wake = descriptor_above(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
@@ -246,7 +247,7 @@ void clients_stop(struct kvfs_plane *plane) {
             connection_free(command->connection);
         free(command);
     }
-    for (struct frame *frame; (frame = frames_take(&clients->handed)) || (frame = frames_take(&clients->answered));)
+    for (struct frame *frame; (frame = frame_handed(clients)) || (frame = frames_take(&clients->answered));)
         frame_free(frame);
     int fds[] = {clients->poll, clients->wake, clients->told};
     for (uint32_t i = 0; i < 3; i++)
@@ -331,10 +332,10 @@ int kvfs_clients_take(struct kvfs_plane *plane, struct kvfs_client_frame **out, 
     uint64_t told;
     uint32_t n = 0;
     pthread_mutex_lock(&clients->lock);
-    while (n < count && (frame = frames_take(&clients->handed)))
+    while (n < count && (frame = frame_handed(clients)))
         out[n++] = &frame->told;
     /* Who hands on writes to the descriptor after the lock: then it is readable soon. */
-    if (!clients->handed.first && clients->told_python)
+    if (link_empty(&clients->handing) && clients->told_python)
         clients->told_python = read(clients->told, &told, sizeof(told)) != sizeof(told);
     pthread_mutex_unlock(&clients->lock);
     return (int)n;

@@ -183,7 +183,7 @@ void connection_end(struct clients *clients, struct connection *connection, cons
     end->told = (struct kvfs_client_frame){.client = connection->number, .what = KVFS_CLIENT_ENDED, .payload = end->payload};
     end->told.size = breach ? (uint32_t)snprintf((char *)end->payload, 256, "%s", breach) : 0;
     end->told.size = end->told.size > 255 ? 255 : end->told.size;
-    frame_hand(clients, end);
+    frame_hand(clients, end, connection);
 }
 
 /* ---- memory ---- */

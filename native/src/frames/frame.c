@@ -78,14 +78,28 @@ void frame_free(struct frame *frame) {
     free(frame);
 }
 
-void frame_hand(struct clients *clients, struct frame *frame) {
+void frame_hand(struct clients *clients, struct frame *frame, const struct connection *connection) {
+    struct user *user = user_get(clients->plane, connection->uid);
     frame->connection = NULL;
     atomic_fetch_add(&clients->handed_count, frame->told.what == KVFS_CLIENT_FRAME);
     pthread_mutex_lock(&clients->lock);
-    frames_add(&clients->handed, frame);
+    frames_add(&user->handed, frame);
+    if (!user->handing.after)
+        link_add(&clients->handing, &user->handing);
     bool wake = !clients->told_python;
     clients->told_python = true;
     pthread_mutex_unlock(&clients->lock);
     if (wake)
         wake_fd(clients->told);
+}
+
+struct frame *frame_handed(struct clients *clients) {
+    if (link_empty(&clients->handing))
+        return NULL;
+    struct user *user = (void *)((char *)clients->handing.after - offsetof(struct user, handing));
+    struct frame *frame = frames_take(&user->handed);
+    link_drop(&user->handing);
+    if (user->handed.first)
+        link_add(&clients->handing, &user->handing);
+    return frame;
 }

@@ -32,9 +32,6 @@ struct frame {
     int fd;
     _Alignas(8) uint8_t payload[];
 };
-struct frames {
-    struct frame *first, *last;
-};
 
 /* An answer on its way. */
 struct output {
@@ -124,7 +121,8 @@ struct clients {
     atomic_ullong frames, handed_count, connected;
     pthread_mutex_t lock;
     struct command *commands, *commands_last;
-    struct frames handed, answered; /* to Python, from Python */
+    struct link handing;    /* users with frames for Python */
+    struct frames answered; /* by Python */
     bool woken, told_python;
     uint64_t last_number;
 };
@@ -140,7 +138,10 @@ struct frame *frames_take(struct frames *frames);
 void frames_forget(struct frames *frames, const struct connection *connection);
 void frame_finish(struct frame *frame); /* all that is under way for it ends */
 void frame_free(struct frame *frame);
-void frame_hand(struct clients *clients, struct frame *frame); /* to Python */
+/* To Python: a connection's in their order, with its end behind them. */
+void frame_hand(struct clients *clients, struct frame *frame, const struct connection *connection);
+/* With the lock: the next that was handed on, of each user in turn. NULL: there is none. */
+struct frame *frame_handed(struct clients *clients);
 
 /* ---- connection.c: bytes and their bounds ---- */
 
