@@ -5,6 +5,7 @@ The data plane's thread reads and writes their sockets, and hands on the frames 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from errno import EIO
 from typing import Any, cast
@@ -94,6 +95,6 @@ class Connections:
 
 
 def _failure(error: int, what: str) -> KvfsError:
-    failure = KvfsError(f"no memory for {what}")
+    failure = KvfsError(f"{what}: {os.strerror(-error)}")
     failure.errno = -error or EIO
     return failure

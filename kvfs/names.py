@@ -27,6 +27,7 @@ _CAPACITY = 64 << 10
 _LIST_MAX = 4096
 _NOTED_MAX = 256
 _NOWHERE = 0xFFFFFFFF
+_HELD = 0xFFFFFFFE  # KVFS_PLACE_HELD
 # Heads of the data plane: of new blocks, then those of native clients.
 HEAD_NEW: int = lib.KVFS_HEAD_NEW
 CLIENT_HEADS: int = lib.KVFS_CLIENT_HEADS
@@ -259,9 +260,8 @@ class Names:
 
     def head(self, head: int, segment: int | None, generation: int = 0, *, held: bool = False) -> None:
         """A head of the data plane appends to this segment, or to none. `held`: the caller does until the next call."""
-        if held:
-            return cast(None, lib.kvfs_place_hold(self._names, head))
-        lib.kvfs_place_head(self._names, head, _NOWHERE if segment is None else segment, generation)
+        none = _HELD if held else _NOWHERE
+        lib.kvfs_place_head(self._names, head, none if segment is None else segment, generation)
 
     def client_heads(self, count: int) -> None:
         """How many heads native clients have."""

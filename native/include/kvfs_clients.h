@@ -63,8 +63,8 @@ struct kvfs_client_frame {
 /* At most `count` of them, of each user in turn. Each is the caller's until kvfs_client_answer(), the end of a connection too. */
 int kvfs_clients_take(struct kvfs_plane *plane, struct kvfs_client_frame **out, uint32_t count);
 /* The end of a frame, and of what is under way for it. status: 0 or -errno, or KVFS_CLIENT_NO_ANSWER. No data with 0: what reserve or commit has to
- * say. fd: of a file that goes along, opened anew for reading while it is sent; it stays open as long as the connection. -1: none. Without memory for a
- * copy of the data the connection ends. */
+ * say. fd: of a file that goes along, opened anew for reading while it is sent; it stays open as long as the connection. -1: none.
+ * Without memory for a copy of the data its connection ends. */
 #define KVFS_CLIENT_NO_ANSWER 1
 void kvfs_client_answer(struct kvfs_plane *plane, struct kvfs_client_frame *frame, int32_t status, const void *data, uint64_t size, int fd);
 

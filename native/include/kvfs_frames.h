@@ -54,8 +54,8 @@ struct kvfs_reservation_statistics {
     uint64_t gains; /* so far: of room for others' reservations */
 };
 void kvfs_reservation_statistics_get(struct kvfs_plane *plane, struct kvfs_reservation_statistics *out);
-/* The most that all clients together may have reserved, pages and reservations. A client may have half of the reservations, and
- * as many that were taken back and are not buried, or where it may write all the same. A user has all of the
+/* The most that all clients together may have reserved, pages and reservations. A client may have half of the reservations.
+ * It may have as many that were taken back, and are not buried or where it may write all the same. A user has all of the
  * pages if no other has clients. Beside others it has half, and pages that rest count for it up to the other half. So nobody waits for what one user holds,
  * nor for what it has left. A user with pages that rest has half too: else it takes all segments by reserving again and again. If more than the share rests, all
  * of it counts. */

@@ -187,12 +187,12 @@ struct kvfs_failed_run {
 int kvfs_place_failed(struct kvfs_names *names, uint32_t segment, struct kvfs_failed_run *out);
 /* The data plane appends new blocks of files to head KVFS_HEAD_NEW. Those of native clients go to the heads behind it, each to that with least in
  * flight. A head appends to its segment, of this generation, then to the supply's. UINT32_MAX: to none, until the next call.
- * One that Python holds is passed over meanwhile. */
+ * KVFS_PLACE_HELD: to none, as Python alone appends there until the next call; other heads have their blocks meanwhile. */
+#define KVFS_PLACE_HELD 0xfffffffe
 #define KVFS_HEAD_NEW 0
 #define KVFS_CLIENT_HEADS 4
 #define KVFS_HEADS 5
 void kvfs_place_head(struct kvfs_names *names, uint32_t head, uint32_t segment, uint64_t generation);
-void kvfs_place_hold(struct kvfs_names *names, uint32_t head); /* Python alone appends there, until kvfs_place_head() */
 /* How many heads native clients have, KVFS_CLIENT_HEADS at most. One that appends to nothing has nothing in flight. */
 void kvfs_place_clients(struct kvfs_names *names, uint32_t count);
 /* The segment that a head appends to; UINT32_MAX: none. */

@@ -322,13 +322,13 @@ static void test_a_head_that_python_holds_is_passed_over(void) {
     reserve(&peer, "08", 0, 1, numbers);
     kvfs_place_clients(names, 2);
     kvfs_place_head(names, 2, 4, 9);
-    kvfs_place_hold(names, 1);
+    kvfs_place_head(names, 1, KVFS_PLACE_HELD, 0);
     struct clients_count before = clients_count(plane);
     CHECK(reserve(&peer, "08", 1, 1, numbers) == 1 && reserve(&peer, "08", 2, 1, numbers + 1) == 1);
     CHECK(clients_count(plane).handed == before.handed && places[4].run_count == 2);
     commit(&peer, numbers, 2);
     before = clients_count(plane);
-    kvfs_place_hold(names, 2);
+    kvfs_place_head(names, 2, KVFS_PLACE_HELD, 0);
     CHECK(reserve(&peer, "08", 3, 1, numbers) == 0 && clients_count(plane).handed == before.handed + 1);
     kvfs_place_head(names, 2, 4, 9);
     kvfs_place_head(names, 1, UINT32_MAX, 0);
@@ -996,6 +996,30 @@ static void test_a_peer_that_reads_wakes_who_waits_for_it(void) {
     close(pair[1]);
 }
 
+/* Where there are more users than numbers, what is kept for those together is one sum. */
+static void test_users_without_a_number_of_their_own_are_counted_together(void) {
+    int pairs[2][2];
+    struct clients *clients = stand_alone();
+    for (uint32_t uid = 100000; user_get(plane, uid) != user_get(plane, uid + 1); uid++)
+        CHECK(uid < 200000);
+    struct user *others = &plane->users[USERS_MAX];
+    uint32_t uid = 200000, count = 0;
+    for (; count < 2; uid++)
+        if (user_get(plane, uid) == others) {
+            CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, pairs[count]) == 0);
+            alone_as(clients, pairs[count++][1], uid, NULL);
+        }
+    CHECK(atomic_load(&others->kept) == 2 * CONNECTION_SIZE);
+    connection_end(clients, clients->buckets[1], NULL);
+    CHECK(atomic_load(&others->kept) == CONNECTION_SIZE);
+    stand_down(clients);
+    CHECK(atomic_load(&others->kept) == 0);
+    for (uint32_t i = 0; i < 2; i++) {
+        close(pairs[i][0]);
+        close(pairs[i][1]);
+    }
+}
+
 /* Late is who does not send, and not who is not read. */
 static void test_who_waits_for_a_turn_or_for_room_is_not_late(void) {
     int pair[2];
@@ -1129,6 +1153,7 @@ int main(void) {
     RUN(test_frames_for_python_are_taken_from_each_user_in_turn);
     RUN(test_commits_that_wait_have_turns);
     RUN(test_a_peer_that_reads_wakes_who_waits_for_it);
+    RUN(test_users_without_a_number_of_their_own_are_counted_together);
     RUN(test_who_waits_for_a_turn_or_for_room_is_not_late);
     RUN(test_a_storm);
     wait_for(none_runs, 0, "the end of all");

@@ -166,8 +166,8 @@ def test_frames_without_an_answer_leave_others_their_turns(pool: Pool, what: str
 
 @pytest.mark.parametrize("count", [0, 16], ids=["hits of nothing", "hits"])
 def test_uses_leave_other_users_their_turns(pool: Pool, count: int) -> None:
-    """The data plane takes uses by itself, and answers another user by itself meanwhile: each request waits for a turn
-    of a millisecond, not for all that was sent."""
+    """The data plane takes uses by itself, and answers another user by itself meanwhile. Each of that one's requests
+    waits for a turn of a millisecond, not for all that was sent."""
     number, nothing = base_of(pool), struct.pack("<QQq", 1, 4711, 0)
 
     def other() -> object:

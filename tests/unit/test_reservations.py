@@ -485,7 +485,7 @@ def test_the_data_plane_is_told_which_head_is_held(pool: Path, monkeypatch: pyte
 
 
 def test_shares_are_exact_between_two_accounts(pool: Path) -> None:
-    """The data plane reserves by itself for a user, who asks Python for pins: neither gives what the other has given."""
+    """The data plane reserves by itself for a user that asks Python for pins: neither gives what the other gave."""
 
     def go(store: Store, writer: Writer, pages: int) -> Next | None:
         shards = Shards()

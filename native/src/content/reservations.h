@@ -51,7 +51,7 @@ void reservations_free(struct kvfs_plane *plane);
 struct reservation *reservation_find(struct kvfs_plane *plane, const struct holder *holder, uint64_t number);
 /* After what was done for it: whether Python has accounts to take. */
 bool holder_change(struct kvfs_plane *plane, struct holder *holder);
-/* Somebody waits for pages, or there are runs to bury, and something has come since there were so many gains. Then *gains are as many as there are. */
+/* Somebody waits for pages, or there are runs to bury, and something has come since there were so many gains. Then *gains is their number now. */
 bool reservations_have_come(struct kvfs_plane *plane, uint64_t *gains);
 /* All before the runs of the blocks that entered has ended. */
 bool commit_is_settled(struct kvfs_plane *plane, const struct kvfs_commit *frame);

@@ -135,14 +135,14 @@ static void outputs_free(struct connection *connection) {
 void connection_keep(struct connection *connection, uint64_t size) {
     connection->kept += size;
     connection->user->kept += size;
-    atomic_store(&connection->user->user->kept, connection->user->kept);
+    atomic_fetch_add(&connection->user->user->kept, size); /* very many users have one number together */
 }
 
 /* Others of the user may have waited for them. */
 static void give(struct clients *clients, struct client_user *user, uint64_t size) {
     assert(user->kept >= size);
     user->kept -= size;
-    atomic_store(&user->user->kept, user->kept);
+    atomic_fetch_sub(&user->user->kept, size);
     while (size && !link_empty(&user->starved))
         connection_ready(clients, of_work(user->starved.after));
 }

@@ -25,7 +25,7 @@ struct frame {
     uint32_t id;
     bool hears; /* it has no answer */
     bool dropped;
-    bool failed; /* there was no memory for its answer */
+    bool failed;     /* there was no memory for its answer */
     uint8_t *answer; /* Python's */
     uint64_t answer_size;
     int32_t status;

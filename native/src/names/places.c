@@ -169,15 +169,9 @@ void kvfs_place_clients(struct kvfs_names *names, uint32_t count) {
 
 void kvfs_place_head(struct kvfs_names *names, uint32_t head, uint32_t segment, uint64_t generation) {
     kvfs_names_begin(names);
-    assert(head < KVFS_HEADS && (segment == UINT32_MAX || segment < names_places(names)->count));
-    names_places(names)->heads[head] = (struct head){generation, segment, segment == UINT32_MAX, false};
-    kvfs_names_end(names);
-}
-
-void kvfs_place_hold(struct kvfs_names *names, uint32_t head) {
-    kvfs_names_begin(names);
-    assert(head < KVFS_HEADS);
-    names_places(names)->heads[head] = (struct head){0, UINT32_MAX, true, true};
+    bool held = segment == KVFS_PLACE_HELD, none = held || segment == UINT32_MAX;
+    assert(head < KVFS_HEADS && (none || segment < names_places(names)->count));
+    names_places(names)->heads[head] = (struct head){generation, none ? UINT32_MAX : segment, none, held};
     kvfs_names_end(names);
 }
 
