@@ -16,6 +16,8 @@ from kvfs.frames import Commit, HolderPages, Next, Reserve, Shards
 from kvfs.lent import lent
 
 _TAKEN_MAX = 64
+# Namespaces whose directories of keys one connection remembers.
+SPACES_MAX = cast(int, lib.KVFS_CLIENT_SPACES)
 
 
 class Handed:

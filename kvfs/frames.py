@@ -218,7 +218,8 @@ class Frames:
     # ---- taking back ----
 
     def expire(self, now: int) -> tuple[int, int | None]:
-        """How many were taken back because they have expired, and when the next one does, as given to finish()."""
+        """How many were taken back because they have expired, some at a time, and when the next one does or did, as
+        given to finish()."""
         count = cast(int, lib.kvfs_reservations_expire(self._plane, now, self._next))
         return count, None if self._next[0] == (1 << 64) - 1 else cast(int, self._next[0])
 

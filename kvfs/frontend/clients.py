@@ -28,7 +28,7 @@ from functools import partial
 
 import trio
 
-from kvfs.connections import Connections, Handed
+from kvfs.connections import SPACES_MAX, Connections, Handed
 from kvfs.descriptors import reason
 from kvfs.errors import KvfsError
 from kvfs.frames import FrameError, HolderPages, Next, Shards
@@ -62,8 +62,6 @@ _ASKING_MAX = 16
 _RECEIVE_SIZE = 1 << 12
 # Descriptors of the feed that were sent on a connection and not taken.
 _HANDED_MAX = 8
-# Namespaces whose directories of keys one connection remembers.
-_SPACES_MAX = 16
 _DIRECTORY_MODE = 0o755
 # Of the time that a client waits for an answer: so long a request may wait for what others have.
 _HEARD = 0.75
@@ -488,6 +486,7 @@ class _Connection:
         if frame.ended:
             self._number, self._breach = 0, self._breach or frame.payload.decode(errors="replace")
             frame.drop()
+            self._hear_last()
             self._ended.set()
             return
         if frame.commit is not None:  # before any wait: the client may be gone after it
@@ -525,6 +524,13 @@ class _Connection:
                     frame.drop()
         finally:
             user.end()
+
+    def _hear_last(self) -> None:
+        """A client may tell its totals and hang up. The last ones have all others in them."""
+        last = next((frame for frame in reversed(self._heard) if frame.kind == Type.REPORT), None)
+        if last is not None and not self._breach:
+            with suppress(Violation):
+                self.hear_report(last.payload)
 
     def _break(self, rule: str) -> None:
         """The client has broken a rule: nothing more of it is heard."""
@@ -643,7 +649,7 @@ class _Connection:
         key = base, b"/".join(space)
         known = self._spaces.get(key)
         if known is None:
-            if len(self._spaces) >= _SPACES_MAX:
+            if len(self._spaces) >= SPACES_MAX:
                 del self._spaces[next(iter(self._spaces))]
             known = self._spaces[key] = Shards()
         return known

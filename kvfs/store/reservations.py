@@ -379,7 +379,7 @@ class Reservations:
         while True:
             self._work = trio.Event()
             self._end_rests()
-            until = self._expire()
+            until = await self._expire()
             with trio.CancelScope(shield=True):
                 buried = await self._bury()
             if buried:
@@ -390,11 +390,17 @@ class Reservations:
                 await self._work.wait()
             self._idle = False
 
-    def _expire(self) -> int | None:
-        expired, until = self._frames.expire(_nanoseconds(trio.current_time()))
-        if expired:
+    async def _expire(self) -> int | None:
+        now, taken_back = _nanoseconds(trio.current_time()), 0
+        while True:
+            expired, until = self._frames.expire(now)
+            taken_back += expired
+            if until is None or until > now:
+                break
+            await trio.lowlevel.checkpoint()
+        if taken_back:
             log.warning("%d reservations of native clients were not committed within %d s: taken back",
-                        expired, RESERVATION_MS // 1000)  # fmt: skip
+                        taken_back, RESERVATION_MS // 1000)  # fmt: skip
             self._wake_for_gains()
         return until
 

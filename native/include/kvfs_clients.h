@@ -16,7 +16,7 @@
 
 #include "kvfs_frames.h"
 
-#define KVFS_CLIENT_SPACES 8 /* namespaces whose directories a connection remembers */
+#define KVFS_CLIENT_SPACES 16 /* namespaces whose directories a connection remembers */
 
 /* ---- connections ---- */
 

@@ -165,8 +165,9 @@ void kvfs_leased_get(struct kvfs_plane *plane, struct kvfs_leased *out);
 
 /* ---- taking back ---- */
 
-/* Take back what has expired by `now`. Returns how many. Their clients may still write there. *next: when the next one expires; UINT64_MAX: there is
- * none. */
+/* Take back what has expired by `now`, so many in a step at most. Returns how many. Their clients may still write there. *next: when the next one
+ * expires, or has; UINT64_MAX: there is none. */
+#define KVFS_EXPIRED_MAX 1024u
 uint32_t kvfs_reservations_expire(struct kvfs_plane *plane, uint64_t now, uint64_t *next);
 /* One that was taken back: its number, 0 if there is none. A scan must be able to step over each of its runs; then it is buried. */
 uint64_t kvfs_reservation_returned(struct kvfs_plane *plane, const struct kvfs_run **runs, uint32_t *run_count);

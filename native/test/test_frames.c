@@ -726,6 +726,35 @@ static void test_answers_of_deep_directories_are_bounded(void) {
     printf("ok answers of deep directories are bounded\n");
 }
 
+/* A step takes back some of what has expired: others wait for its end. */
+static void test_what_has_expired_is_taken_back_in_steps(void) {
+    enum { COUNT = 100, FRAMES = 11 };
+    uint32_t keys[COUNT], empty = 0;
+    uint8_t items[4096], missing[KVFS_SHARDS];
+    uint64_t next;
+    for (uint32_t i = 0; i < COUNT; i++)
+        keys[i] = i % KEYS;
+    uint64_t size = items_make(items, keys, COUNT, 0), until = clock_now + 100;
+    CHECK(kvfs_frame_check(WIRE_RESERVE, 0, items, size, COUNT, 0, shards, missing) == 0);
+    kvfs_reservations_limit(plane, 100000, 10000);
+    while (places[empty].run_count)
+        CHECK(++empty < SEGMENTS);
+    places[empty].next_page = 1;
+    kvfs_place_head(names, 1, empty, 9);
+    for (uint32_t i = 0; i < FRAMES; i++) {
+        struct kvfs_reserve *frame = kvfs_reserve_begin(holders[0], 0, items, COUNT, shards, 7);
+        CHECK(frame && kvfs_reserve(plane, frame) == KVFS_FRAME_MORE && kvfs_reserve(plane, frame) == KVFS_FRAME_DONE);
+        kvfs_reserve_finish(plane, frame, until);
+        kvfs_reserve_end(plane, frame);
+    }
+    CHECK(holders[0]->open == FRAMES * COUNT);
+    CHECK(kvfs_reservations_expire(plane, until, &next) == KVFS_EXPIRED_MAX && next == until);
+    CHECK(kvfs_reservations_expire(plane, until, &next) == FRAMES * COUNT - KVFS_EXPIRED_MAX && next == UINT64_MAX);
+    bury_all();
+    kvfs_reservations_limit(plane, 2000, OPEN_MAX);
+    printf("ok what has expired is taken back in steps\n");
+}
+
 int main(void) {
     (void)pattern;
     plane_begin();
@@ -740,6 +769,7 @@ int main(void) {
     test_names_that_no_file_has_are_refused();
     test_frames_of_any_bytes();
     test_answers_of_deep_directories_are_bounded();
+    test_what_has_expired_is_taken_back_in_steps();
     for (uint32_t i = 0; i < HOLDERS; i++)
         kvfs_holder_leave(plane, holders[i]);
     bury_all();

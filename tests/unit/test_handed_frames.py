@@ -6,13 +6,13 @@ import errno
 import socket
 import struct
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 import trio
-from client_double import COMMIT, RELEASE, REPORT, WireClient
+from client_double import BAD_BLOCK, COMMIT, RELEASE, REPORT, WireClient
 from helpers import slowness
 from kvfs._native import ffi
 from store_pools import LAZY, make_pool, with_store
@@ -21,6 +21,8 @@ from kvfs.errors import KvfsError
 from kvfs.frames import Commit
 from kvfs.frontend import clients as clients_module
 from kvfs.frontend.clients import Clients
+from kvfs.frontend.told import TOTALS, Report
+from kvfs.frontend.users import User
 from kvfs.frontend.wire import Peer
 from kvfs.namespace.files import Namespace
 from kvfs.store.reservations import Holder
@@ -183,6 +185,25 @@ def test_a_frame_at_which_the_daemon_fails_ends_one_connection(
             assert await trio.to_thread.run_sync(client.hung_up)
         await other.entered()
 
+    served(tmp_path, work)
+
+
+def test_totals_that_a_client_tells_before_it_hangs_up_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though its user has no turn until then."""
+    taken: list[Sequence[int]] = []
+
+    async def work(store: Store, connect: Callable[[], Awaitable[Paired]]) -> None:
+        client = await connect()
+        for i in range(3):
+            client.send(REPORT, bytes(8 * TOTALS) + struct.pack("<Q", i))
+        client.send(BAD_BLOCK, bytes(16))
+        client.socket.shutdown(socket.SHUT_RDWR)
+        while not taken:
+            await trio.sleep(0.01)
+        assert [told[TOTALS] for told in taken] == [2]
+
+    monkeypatch.setattr(User, "may_begin", False)
+    monkeypatch.setattr(Report, "take", lambda self, told, user, now_s: taken.append(told))
     served(tmp_path, work)
 
 

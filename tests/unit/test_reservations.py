@@ -419,6 +419,24 @@ def test_an_expired_reservation_is_taken_back(pool: Path, monkeypatch: pytest.Mo
     assert found(pool) == {}
 
 
+def test_what_has_expired_is_taken_back_in_steps(
+    pool: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def work(store: Store) -> None:
+        expire, steps = Frames.expire, [1024, 1024, 5]
+
+        def some(frames: Frames, now: int) -> tuple[int, int | None]:
+            return (steps.pop(0), now) if steps else expire(frames, now)
+
+        monkeypatch.setattr(Frames, "expire", some)
+        writer = Writer(store)
+        await writer.place(b"one")
+        await until(lambda: not steps, "all steps")
+        assert "2053 reservations" in caplog.text and caplog.text.count("taken back") == 1
+
+    with_store(pool, work)
+
+
 def test_accounts_are_taken_in_one_round(pool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread of clients goes on meanwhile: who has been looked at may have changed again."""
     asked: list[int] = []

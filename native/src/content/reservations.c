@@ -316,7 +316,7 @@ uint32_t kvfs_reservations_expire(struct kvfs_plane *plane, uint64_t now, uint64
     const struct link *open = &plane->reservations.open;
     uint32_t count = 0;
     kvfs_names_begin(plane->names);
-    for (; !link_empty(open) && of_turn(open->after)->until <= now; count++)
+    for (; count < KVFS_EXPIRED_MAX && !link_empty(open) && of_turn(open->after)->until <= now; count++)
         reservation_take_back(plane, of_turn(open->after), true, true);
     *next = link_empty(open) ? UINT64_MAX : of_turn(open->after)->until;
     kvfs_names_end(plane->names);
