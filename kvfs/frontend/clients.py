@@ -486,8 +486,8 @@ class _Connection:
         if frame.ended:
             self._number, self._breach = 0, self._breach or frame.payload.decode(errors="replace")
             frame.drop()
-            self._hear_last()
             self._ended.set()
+            self._hear_last()
             return
         if frame.commit is not None:  # before any wait: the client may be gone after it
             frame.replaced = self._store.reservations.take_in(self._holder, frame.commit)
