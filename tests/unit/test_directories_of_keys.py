@@ -113,7 +113,7 @@ def test_directories_of_keys_are_looked_up_again_after_a_change(
 def test_a_connection_remembers_a_bounded_number_of_directories(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(clients, "_SPACES_MAX", 2)
+    monkeypatch.setattr(clients, "SPACES_MAX", 2)
 
     async def work(store: Store) -> None:
         connection = Connection(store, monkeypatch)
