@@ -61,12 +61,14 @@ def test_a_field_read_in_place_is_the_c_struct_s(name: str) -> None:
 # What another build speaks: a change here is a new version of the protocol (KVFS_WIRE_VERSION).
 FRAMES = {
     "FRAME": "<IHHiI", "HELLO": "<8sII", "PATIENCE": "<II", "WELCOME": "<II16sQQQQIIIIII", "WHERE": "<QHHI",
-    "RESERVE": "<QII", "COMMIT": "<Qq", "LEASE": "<QII", "EVENTS": "<IIQ", "FEED": "<QQQ", "FOREIGN": "<II",
+    "LEASE": "<QII", "EVENTS": "<IIQ", "FEED": "<QQQ", "FOREIGN": "<II",
 }  # fmt: skip
+ITEMS = {"wire_reserve": "<QII", "wire_commit": "<Qq"}  # C alone reads them
 
 
 def test_frames_are_read_as_c_lays_them_out() -> None:
     assert {name: getattr(wire, name).format for name in FRAMES} == FRAMES
+    assert {name: wire.layout(name).format for name in ITEMS} == ITEMS
     frame = ffi.new("struct wire_frame *", {"size": 1, "type": 2, "reserved": 3, "status": -4, "id": 5})
     assert wire.FRAME.unpack(bytes(ffi.buffer(frame))) == (1, 2, 3, -4, 5)
     hello = ffi.new("struct wire_hello *", {"version": 6, "flags": 7, "timeout_ms": 8, "reserved": 9})

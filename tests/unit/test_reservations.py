@@ -958,7 +958,7 @@ def test_who_waits_for_a_reservation_has_it_though_pages_are_more(
                 monkeypatch.setattr(segments, "tombstone", bury)
                 with monkeypatch.context() as patch:
                     patch.setattr(reservations, "_nanoseconds", lambda _: 1 << 62)
-                    own._expire()
+                    await own._expire()
             try:
                 with trio.fail_after(20 * slowness()):
                     await found_room.wait()

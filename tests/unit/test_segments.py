@@ -311,9 +311,9 @@ def test_a_segment_that_the_data_plane_went_on_to_is_nobody_elses(pool: Path, mo
         set_head, take = names.head, segments.take_notes
         monkeypatch.setattr(names, "lead", lambda number: None if number else lead[0])
 
-        def closes(number: int, segment: int | None, generation: int = 0) -> None:
+        def closes(number: int, segment: int | None, generation: int = 0, *, held: bool = False) -> None:
             lead[0] = segment
-            set_head(number, segment, generation)
+            set_head(number, segment, generation, held=held)
 
         def goes_on() -> None:
             if head.lock.locked():
