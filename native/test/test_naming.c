@@ -292,6 +292,23 @@ static void test_what_is_lacked_is_brought(void) {
     printf("ok what a change lacks is brought\n");
 }
 
+/* As one that other nodes had, and now nobody has: no request asks for it. */
+static void test_a_directory_that_is_taken_leaves_its_parent(void) {
+    for (int in_memory = 0; in_memory < 2; in_memory++) {
+        begin_tree();
+        commit(!in_memory);
+        struct kvfs_inode_record before = head_of(62);
+        commit(!in_memory);
+        int64_t now = time_now();
+        CHECK(change((struct kvfs_naming){.kind = KVFS_NAMING_TAKE, .inode = 64}) == 0 && leads(62, "empty") == 0);
+        CHECK(head_of(62).nlink == before.nlink - 1 && head_of(62).mtime_ns >= now && head_of(62).ctime_ns >= now);
+        CHECK(change((struct kvfs_naming){.kind = KVFS_NAMING_TAKE, .inode = 64}) == 0 && head_of(62).nlink == before.nlink - 1);
+        CHECK(change((struct kvfs_naming){.kind = KVFS_NAMING_TAKE, .inode = 61}) == -ENOTEMPTY);
+        end_tree();
+    }
+    printf("ok a directory that is taken leaves its parent\n");
+}
+
 static void test_the_index_knows_where_the_table_does_not(void) {
     begin_tree();
     commit(true);
@@ -424,6 +441,7 @@ static void test_where_memory_ends_nothing_has_changed(void) {
         renames(61, "deep", 62, "empty"),
         rmdirs(62, "empty"),
         {.kind = KVFS_NAMING_TAKE, .inode = 80},
+        {.kind = KVFS_NAMING_TAKE, .inode = 64},
         {.kind = KVFS_NAMING_DELETE, .parent = 62, .name = "1"},
         renames(62, "3", 65, "into borrowed"),
     };
@@ -443,6 +461,7 @@ int main(void) {
     kvfs_place_head(names, KVFS_HEAD_NEW, SEGMENT, 9);
     kvfs_names_leave(names, KVFS_LEAVE_CLOSED, 0);
     test_what_is_lacked_is_brought();
+    test_a_directory_that_is_taken_leaves_its_parent();
     test_the_index_knows_where_the_table_does_not();
     test_threads_of_c_do_files_and_leave_the_rest();
     test_where_memory_ends_nothing_has_changed();

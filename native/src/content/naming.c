@@ -298,7 +298,7 @@ static int remove_directory(const struct change_of *c) {
     return 0;
 }
 
-/* An end that no request asks for: of a block that is bad or overtaken, or of an inode without a name. */
+/* An end that no request asks for. Of a block that is bad or overtaken, of a directory that no node has, or of an inode without a name. */
 static int remove_inode(const struct change_of *c) {
     struct kvfs_naming *n = c->n;
     const struct kvfs_inode_record *record = record_of(c, n->inode);
@@ -306,13 +306,29 @@ static int remove_inode(const struct change_of *c) {
         return KVFS_NEED_INODES;
     if (!record)
         return 0;
-    bool nameless = record->flags & KVFS_INODE_NAMELESS;
+    bool nameless = record->flags & KVFS_INODE_NAMELESS, directory = record->kind == KVFS_KIND_DIRECTORY && !nameless;
     if (nameless != (n->kind == KVFS_NAMING_END))
         return 0;
+    const uint64_t parent = record->parent; /* the record goes */
+    if (directory)
+        record_of(c, parent);
+    if (n->inode_count)
+        return KVFS_NEED_INODES;
     int r = pins_look(c, n->inode);
-    if (!r && !nameless && record->kind == KVFS_KIND_DIRECTORY)
+    if (!r && directory)
         r = is_empty(c, n->inode);
-    return r ? r : drop(c, record, time_now());
+    if (r)
+        return r;
+    int64_t now = time_now();
+    if (!directory)
+        return drop(c, record, now);
+    struct kvfs_inode_record *links;
+    if ((r = links_prepare(c, parent, -1, &links)) < 0 || (r = drop(c, record, now)) < 0) {
+        links_unprepare(c, links);
+        return r;
+    }
+    links_set(c, parent, links, now);
+    return 0;
 }
 
 /* ---- renaming ---- */
