@@ -179,14 +179,20 @@ class Blocks:
         self.count_pinned(None, block)
 
     def drop_bad(self, number: InodeNumber, segment: int) -> None:
-        """A block failed verification: it is a miss from now on, unless it has moved meanwhile."""
+        """A block failed verification: it is a miss from now on, unless it has moved meanwhile. Where that cannot be
+        done now, as memory ends, the next reader reports it again."""
 
         def is_bad(inode: Inode) -> bool:
             if self.plane.inode_is_open(number) == OpenState.BEING_WRITTEN:
                 return False
             return segment == inode.segment or any(extent.segment == segment for extent in inode.extents)
 
-        if inode := self._take_if(number, is_bad):
+        try:
+            inode = self._take_if(number, is_bad)
+        except KvfsError as error:
+            log.error("inode %d in segment %d: failed its checksums; not dropped: %s", number, segment, error)
+            return
+        if inode is not None:
             self.bad_blocks += 1
             log.error("inode %d in segment %d: failed its checksums; dropped", number, inode.segment)
 

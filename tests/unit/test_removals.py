@@ -19,7 +19,7 @@ from kvfs.index.lmdb import LmdbIndex
 from kvfs.namespace import files
 from kvfs.namespace.files import Namespace
 from kvfs.naming import RENAME_NOREPLACE, TRIES, Naming, Need
-from kvfs.plane import OpenState, Plane
+from kvfs.plane import Event, EventType, OpenState, Plane, PlaneError
 from kvfs.record import InodeFlags
 from kvfs.store import blocks as blocks_module
 from kvfs.store.blocks import Blocks
@@ -355,6 +355,32 @@ async def test_a_bad_block_that_is_written_as_its_record_is_brought_stays(store:
     assert names(namespace) == [] and store.blocks.bad_blocks == 1
     store.blocks.drop_bad(block.inode, block.segment)  # it is gone
     assert store.blocks.bad_blocks == 1
+
+
+@in_store
+async def test_a_bad_block_that_cannot_be_dropped_ends_no_task_and_goes_later(
+    store: Store, namespace: Namespace
+) -> None:
+    """Whoever finds that it is bad: a copy that eviction makes, a reader, a client."""
+    block = await write(store, b"x")
+    record, bad = block.pack(), PlaneError("damaged")
+    bad.errno = errno.EBADMSG
+
+    async def damaged(self: Plane, *arguments: object, **more: object) -> bytes:
+        raise bad
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Plane, "store_copy", damaged)
+        patch.setattr(Plane, "store_verify", damaged)
+        patch.setattr(Naming, "go", lambda self: -errno.ENOMEM)
+        assert not await store.sealing.carry(record)
+        store._on_event(Event(EventType.BAD_BLOCK, block.inode, block.segment))
+        await store.check_block(block.inode, block.segment)
+        assert names(namespace) == [b"x"] and store.blocks.bad_blocks == 0
+        patch.undo()
+        patch.setattr(Plane, "store_copy", damaged)
+        assert not await store.sealing.carry(record)
+    assert names(namespace) == [] and store.blocks.bad_blocks == 1
 
 
 @in_store
