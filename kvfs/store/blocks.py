@@ -47,6 +47,7 @@ _BEHIND_DELAY_S = 0.01
 # Hosts are told of evictions after this time: each telling makes their kernels look every name up again.
 TELL_S = 0.25
 _WALK_BATCH = 512
+_OVERTAKEN_S = 1.0
 
 
 class Blocks:
@@ -75,6 +76,9 @@ class Blocks:
         # Until when; the first is the next. A dict takes ever longer to find its first, the more were removed there.
         self._lingering: OrderedDict[InodeNumber, float] = OrderedDict()
         self._pinning = trio.Lock()
+        # Up to which versions inodes are overtaken that drop_overtaken() could not drop.
+        self._not_dropped: dict[InodeNumber, int] = {}
+        self._any_overtaken = trio.Event()
 
     # ---- numbers and commits ----
 
@@ -221,18 +225,42 @@ class Blocks:
 
         A file that is being written is mostly stored again, under a higher version. Or its seal was under way before
         the other's news came, or its writer closes it unchanged. So it is looked at once more when it has no writer.
+        What cannot be done now, as memory ends, is tried again soon.
         """
-        inode = self.index.get(number)
-        if inode is not None and inode.kind == Kind.DIRECTORY:
-            self._look_at_directory(inode)
+        try:
+            inode = self.index.get(number)
+            if inode is not None and inode.kind == Kind.DIRECTORY:
+                self._look_at_directory(inode)
+            else:
+                self._drop_if_overtaken(number, version)
+        except (KvfsError, MemoryError) as error:
+            # Nothing else keeps it from being served.
+            if number not in self._not_dropped:
+                log.error("inode %d: another node has it as of version %d; looked at again soon, as this one cannot "
+                          "take that in now: %s", number, version, error)  # fmt: skip
+            self._not_dropped[number] = max(version, self._not_dropped.get(number, 0))
+            self._any_overtaken.set()
             return
+        if self._not_dropped.get(number, version) <= version:
+            self._not_dropped.pop(number, None)
 
+    def _drop_if_overtaken(self, number: InodeNumber, version: int) -> None:
         def is_overtaken(inode: Inode) -> bool:
             if inode.nameless or inode.version > version:
                 return False
             return self.plane.inode_overtaken(number, version) != OpenState.BEING_WRITTEN
 
         self._take_if(number, is_overtaken)
+
+    async def follow_overtaken(self) -> None:
+        """Look again at what drop_overtaken() could not drop, as memory had ended. Until cancelled."""
+        while True:
+            await self._any_overtaken.wait()
+            self._any_overtaken = trio.Event()
+            await trio.sleep(_OVERTAKEN_S)
+            for number, version in list(self._not_dropped.items()):
+                self.drop_overtaken(number, version)
+                await trio.lowlevel.checkpoint()
 
     def _look_at_directory(self, inode: Inode) -> None:
         """Another node has changed its rights, or has nothing in it any more. A directory that

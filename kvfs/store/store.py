@@ -254,6 +254,7 @@ class Store:
         self._tasks.start(self._prepare_loop)
         self._tasks.start(self._count_pins_loop)
         self._tasks.start(self.blocks.follow_moves)
+        self._tasks.start(self.blocks.follow_overtaken)
         if not rebuild:
             self._open_names()
         self._tasks.start(self.blocks.tell_evictions)

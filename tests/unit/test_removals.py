@@ -10,16 +10,21 @@ import shutil
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+import trio
 from store_pools import LAZY, crashed_store, index_reads, make_pool, with_store, write
 
 from kvfs import errors, journal
+from kvfs.daemon.pod import PodNode
 from kvfs.index.lmdb import LmdbIndex
 from kvfs.namespace import files
 from kvfs.namespace.files import Namespace
 from kvfs.naming import RENAME_NOREPLACE, TRIES, Naming, Need
 from kvfs.plane import Event, EventType, OpenState, Plane, PlaneError
+from kvfs.podmap import Conflict
 from kvfs.record import InodeFlags
 from kvfs.store import blocks as blocks_module
 from kvfs.store.blocks import Blocks
@@ -381,6 +386,35 @@ async def test_a_bad_block_that_cannot_be_dropped_ends_no_task_and_goes_later(
         patch.setattr(Plane, "store_copy", damaged)
         assert not await store.sealing.carry(record)
     assert names(namespace) == [] and store.blocks.bad_blocks == 1
+
+
+@in_store
+async def test_a_block_that_another_node_has_later_goes_once_there_is_memory(
+    store: Store, namespace: Namespace
+) -> None:
+    blocks = [await write(store, name) for name in (b"a", b"b", b"c")]
+    conflicts = [Conflict(block.inode, block.version, block.version, 0, 1) for block in blocks]
+    go, left = Naming.go, [0]
+
+    def ends(self: Naming) -> int:
+        left[0] -= 1
+        return -errno.ENOMEM if left[0] == 0 else go(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks_module, "_OVERTAKEN_S", 0.01)
+        patch.setattr(Naming, "go", ends)
+        left[0] = 2
+        PodNode._drop(cast(PodNode, SimpleNamespace(_store=store)), conflicts)
+        assert names(namespace) == [b"b"]
+        left[0] = 1  # also the second time
+        store.blocks.drop_overtaken(blocks[1].inode, blocks[1].version - 1)  # of older news
+        with trio.fail_after(60):
+            while names(namespace):
+                await trio.sleep(0.01)
+    assert store.blocks._not_dropped == {}
+    await write(store, b"a")
+    store._on_event(Event(EventType.OVERTAKEN, blocks[0].inode, blocks[0].version))
+    assert names(namespace) == [b"a"]
 
 
 @in_store
