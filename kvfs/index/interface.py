@@ -110,7 +110,7 @@ class Index(Protocol):
     def hide(self, segments: Collection[int], on_drop: Callable[[Inode], None]) -> None:
         """These segments, and no others, are on devices that are away: inodes with a part there are hidden. raw, get,
         lookup and list do not find a hidden inode. It is dropped when its name is given to another or its directory is
-        removed; on_drop is called with each."""
+        removed; on_drop is called with each just before."""
         ...
 
     @property

@@ -247,9 +247,9 @@ class LmdbIndex:
         if record is None:
             return False
         old = Inode.unpack(record)
-        self.delete(old)
         assert self._on_drop is not None
         self._on_drop(old)
+        self.delete(old)
         return True
 
     def drop_hidden_below(self, directory: InodeNumber) -> None:

@@ -368,6 +368,20 @@ class Blocks:
         self.segments.account(inode, None)
 
     @step
+    def hide_in_table(self, numbers: Sequence[InodeNumber]) -> None:
+        """Hidden blocks leave the block table. Open handles stay, and read what they can; the name goes."""
+        for number, is_open in zip(numbers, self.plane.inode_evict(numbers), strict=True):
+            if is_open:
+                with suppress(PlaneError):
+                    self.plane.inode_hide(number)
+
+    @step
+    def forget_hidden(self, inode: Inode) -> None:
+        """A hidden block is about to leave the index. The table may have it still (I11)."""
+        self.hide_in_table([inode.inode])
+        self.forget(inode)
+
+    @step
     def renamed(self, inode: Inode, *, entered: bool = False, rights: bool = True) -> None:
         """Name or attributes of an inode in the index have changed, or it has lost its name: summaries must say so. The
         version rises, unless it did when the inode `entered`. In a pod a directory's is of its rights alone."""

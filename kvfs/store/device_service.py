@@ -16,7 +16,6 @@ import os
 import time
 import uuid as uuids
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -190,7 +189,7 @@ class DeviceService:
         hidden = {
             segment for device in away if not self.all[device].forgotten for segment in self._of[device]
         }  # fmt: skip
-        self._index.hide(hidden, self._blocks.forget)
+        self._index.hide(hidden, self._blocks.forget_hidden)
         self._segments.set_places(lost, avoided)
         self._say()
         self._blocks.space.update()
@@ -391,11 +390,7 @@ class DeviceService:
         """Take the hidden ones of these inodes out of the block table; returns how many."""
         hidden = [inode for inode in inodes if self._index.hidden(inode) is not None]
         self._index.bring(hidden)  # subscribers are told of their names
-        for inode, is_open in zip(hidden, self._plane.inode_evict(hidden), strict=True):
-            if is_open:
-                # Its open handles stay, and read what they can; its name goes.
-                with suppress(KvfsError):
-                    self._plane.inode_hide(inode)
+        self._blocks.hide_in_table(hidden)
         return len(hidden)
 
     async def _drop_hidden(self, segments: Iterable[SegmentIndex]) -> int:

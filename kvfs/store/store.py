@@ -484,8 +484,8 @@ class Store:
             self.reservations.look()
         elif event.type == EventType.DEVICE:
             self.service.note_connection(event.value, *self.plane.device_message(event.value))
-        elif event.type == EventType.IDLE and self.index.hidden(event.inode) is not None:
-            # The file was open when its device went. Now nobody has it open any more.
+        elif event.type == EventType.IDLE and self.index.raw(event.inode) is None:
+            # The file was open when its device went. Now nobody has it open any more. The index may have lost it since.
             with suppress(PlaneError):
                 self.plane.inode_hide(event.inode)
         elif self._options.on_event is not None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import errno
 import shutil
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from store_pools import (
 
 from kvfs.errors import DeviceError, KvfsError, NoSpaceError, UsageError
 from kvfs.index.lmdb import LmdbIndex
+from kvfs.plane import Event, EventType
 from kvfs.pool.config import PoolConfig, load
 from kvfs.pool.devices import Device
 from kvfs.pool.format import META_CLEAN, Stream
@@ -197,6 +198,58 @@ def test_names_given_anew_removed_or_renamed_while_a_device_was_away_stay_so(tmp
         assert store.index.lookup(ROOT_INODE, anew) == new.inode
         assert store.index.lookup(ROOT_INODE, over) == other.inode
         assert store.index.lookup(ROOT_INODE, removed) is None
+        assert not seen(store, directory.inode)
+        await verify_all(store)
+
+    pool = pool_of(tmp_path, 1)
+    with_store(pool, work)
+    report = fsck(pool, verify_data=True)
+    assert not report.damaged, report.findings
+
+
+@pytest.mark.parametrize("committed", [True, False])
+@pytest.mark.parametrize("renames", [True, False])
+def test_a_directory_of_hidden_blocks_goes_before_the_table_has_lost_them(
+    tmp_path: Path, committed: bool, renames: bool
+) -> None:
+    """By rmdir, or by a rename over it. One of the blocks is open: its handles keep its record until the last close."""
+    hides: list[int] = []
+
+    async def work(store: Store) -> None:
+        directory = make(store, ROOT_INODE, b"directory", Kind.DIRECTORY)
+        over = make(store, ROOT_INODE, b"over", Kind.DIRECTORY)
+        if committed:
+            await store.sync()
+        inside = [await write(store, b"%d" % i, SIZE, directory.inode) for i in range(60)]
+        if committed:
+            await store.sync()
+            store.plane.names.forget()
+        before = store.plane.table_statistics()["records"]
+        fail(store)
+        for block in inside:
+            if store.index.lookup(directory.inode, block.name) is not None:
+                unlink(store, block.name, directory.inode)
+        hidden = [block for block in inside if store.index.hidden(block.inode) is not None]
+        held, *others = hidden
+        assert others and all(store.plane.table_find_name(directory.inode, block.name) for block in hidden)
+        evict = store.plane.inode_evict
+
+        def evict_others(numbers: Sequence[int]) -> bytes:
+            return b"\1" if list(numbers) == [held.inode] else evict(numbers)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(store.plane, "inode_evict", evict_others)
+            patch.setattr(store.plane, "inode_hide", lambda number: hides.append(number))
+            if renames:
+                store.blocks.rename(ROOT_INODE, over.name, ROOT_INODE, directory.name)
+            else:
+                store.blocks.rmdir(ROOT_INODE, directory.name)
+        assert hides == [held.inode] and all(store.index.hidden(block.inode) is None for block in hidden)
+        assert not any(store.plane.table_find_name(directory.inode, block.name) for block in others)
+        store._on_event(Event(EventType.IDLE, held.inode, 0))
+        assert store.plane.table_statistics()["records"] == before - len(inside) - 1
+        await back(store)
+        assert seen(store) == ({b"directory"} if renames else {b"over"})
         assert not seen(store, directory.inode)
         await verify_all(store)
 
