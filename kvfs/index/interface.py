@@ -107,10 +107,12 @@ class Index(Protocol):
         """The last batch that a commit has made durable."""
         ...
 
-    def hide(self, segments: Collection[int], on_drop: Callable[[Inode], None]) -> None:
+    def hide(
+        self, segments: Collection[int], leave_table: Callable[[InodeNumber], None], on_drop: Callable[[Inode], None]
+    ) -> None:
         """These segments, and no others, are on devices that are away: inodes with a part there are hidden. raw, get,
         lookup and list do not find a hidden inode. It is dropped when its name is given to another or its directory is
-        removed; on_drop is called with each just before."""
+        removed: leave_table is called with each before, on_drop after that."""
         ...
 
     @property

@@ -137,7 +137,9 @@ class LmdbIndex:
         self.distrusted = False
         self._journal: tuple[bytes, bytes] | None = None
         self._hidden = Hidden()
-        self._on_drop: Callable[[Inode], None] | None = None  # set as long as anything can be hidden
+        # Set as long as anything can be hidden.
+        self._leave_table: Callable[[InodeNumber], None] | None = None
+        self._on_drop: Callable[[Inode], None] | None = None
 
     def _open(self, durable: bool) -> None:
         path, marker = self._path, self._path / _INCOMPLETE_NAME
@@ -220,8 +222,10 @@ class LmdbIndex:
 
     # ---- what lies on devices that are away ----
 
-    def hide(self, segments: Collection[int], on_drop: Callable[[Inode], None]) -> None:
-        self._hidden.lost, self._on_drop = frozenset(segments), on_drop
+    def hide(
+        self, segments: Collection[int], leave_table: Callable[[InodeNumber], None], on_drop: Callable[[Inode], None]
+    ) -> None:
+        self._hidden.lost, self._leave_table, self._on_drop = frozenset(segments), leave_table, on_drop
         self._names.leave(Leave.HIDING, bool(segments))
 
     @property
@@ -247,9 +251,10 @@ class LmdbIndex:
         if record is None:
             return False
         old = Inode.unpack(record)
-        assert self._on_drop is not None
-        self._on_drop(old)
+        assert self._leave_table is not None and self._on_drop is not None
+        self._leave_table(old.inode)
         self.delete(old)
+        self._on_drop(old)
         return True
 
     def drop_hidden_below(self, directory: InodeNumber) -> None:

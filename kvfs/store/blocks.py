@@ -120,6 +120,7 @@ class Blocks:
 
     def _before_commit(self) -> None:
         """Each commit carries segment states, the last version, and the versions in flight (I14)."""
+        self.bringing.drop_hidden()
         self.segments.take_notes()
         self.segments.save_changed()
         if self.index.changes_pending:
@@ -374,12 +375,6 @@ class Blocks:
             if is_open:
                 with suppress(PlaneError):
                     self.plane.inode_hide(number)
-
-    @step
-    def forget_hidden(self, inode: Inode) -> None:
-        """A hidden block is about to leave the index. The table may have it still (I11)."""
-        self.hide_in_table([inode.inode])
-        self.forget(inode)
 
     @step
     def renamed(self, inode: Inode, *, entered: bool = False, rights: bool = True) -> None:

@@ -58,6 +58,9 @@ class Bringing:
     def __init__(self, index: LmdbIndex, plane: Plane) -> None:
         self._index, self._plane, self._names = index, plane, plane.names
         self.directories: Directories | None = None
+        # Hidden blocks that have to go, and directories below which all do.
+        self._lost_names: list[int] = []
+        self._lost_directories: list[InodeNumber] = []
 
     def change(
         self, done: Callable[[Naming], None], act: Act, parent: int = 0, name: bytes = b"", new_parent: int = 0,
@@ -102,10 +105,29 @@ class Bringing:
             else:
                 done(naming)
                 if hidden:
-                    self._index.drop_hidden(hidden)  # its name is another's now
+                    self.name_lost(hidden)
                 if self._index.is_hiding and naming.emptied:
-                    self._index.drop_hidden_below(naming.emptied)
+                    self._lost_directories.append(naming.emptied)
+                    self.drop_hidden()
         return result
+
+    def name_lost(self, hidden: int) -> None:
+        """In a step. The name of this hidden block is another's now."""
+        self._lost_names.append(hidden)
+        self.drop_hidden()
+
+    def drop_hidden(self) -> None:
+        """In a step. Hidden blocks go with their names and directories. Where memory ends they go with the next
+        commit: the change is done, and who asked for it is not told of that."""
+        try:
+            while self._lost_names:
+                self._index.drop_hidden(self._lost_names[-1])
+                self._lost_names.pop()
+            while self._lost_directories:
+                self._index.drop_hidden_below(self._lost_directories[-1])
+                self._lost_directories.pop()
+        except (KvfsError, MemoryError) as error:
+            log.warning("blocks on devices that are away, whose names or directories are gone, are left: %s", error)
 
     def _is_still(self, number: int, still: Callable[[bytes], bool]) -> bool:
         """Of what is not in memory it is not known: C says that it lacks it, and this is asked again."""

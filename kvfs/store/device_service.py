@@ -189,7 +189,7 @@ class DeviceService:
         hidden = {
             segment for device in away if not self.all[device].forgotten for segment in self._of[device]
         }  # fmt: skip
-        self._index.hide(hidden, self._blocks.forget_hidden)
+        self._index.hide(hidden, lambda number: self._blocks.hide_in_table([number]), self._blocks.forget)
         self._segments.set_places(lost, avoided)
         self._say()
         self._blocks.space.update()
@@ -561,7 +561,9 @@ class DeviceService:
             inode = Inode.unpack(record)
             if not away.isdisjoint(usage(inode)):
                 continue
-            if self._index.raw(inode.parent) is None:
+            # It should have gone with its name or its directory, but memory may have ended then.
+            has_lost_name = self._index.lookup(inode.parent, inode.name) not in (None, number)
+            if has_lost_name or self._index.raw(inode.parent) is None:
                 self._index.drop_hidden(number)
                 continue
             self._index.show(number)

@@ -338,7 +338,7 @@ class Reservations:
         hidden = frame.told.hidden = 0 if error else self._index.hidden_holder(block.parent, block.name)
         if frame.item(error):
             if hidden:
-                self._index.drop_hidden(hidden)
+                self._blocks.bringing.name_lost(hidden)
             self._blocks.entered(block, replaced)
         return self.take_in(holder, frame)
 

@@ -28,6 +28,7 @@ from store_pools import (
 
 from kvfs.errors import DeviceError, KvfsError, NoSpaceError, UsageError
 from kvfs.index.lmdb import LmdbIndex
+from kvfs.names import NamesError
 from kvfs.plane import Event, EventType
 from kvfs.pool.config import PoolConfig, load
 from kvfs.pool.devices import Device
@@ -35,6 +36,7 @@ from kvfs.pool.format import META_CLEAN, Stream
 from kvfs.record import InodeFlags, Kind
 from kvfs.store import device_service as service_module
 from kvfs.store import health
+from kvfs.store.blocks import Blocks
 from kvfs.store.device_service import DeviceService
 from kvfs.store.fsck import fsck
 from kvfs.store.health import DeviceState
@@ -672,3 +674,51 @@ def test_a_store_that_is_cancelled_from_outside_still_closes_cleanly(tmp_path: P
     assert index.meta_get(META_CLEAN) == b"1"
     index.close()
     with_store(pool, look)
+
+
+def no_memory(*arguments: object) -> None:
+    raise NamesError("no memory for a record")
+
+
+@pytest.mark.parametrize("retried", [True, False])
+def test_a_change_is_done_also_where_memory_ends_as_its_hidden_blocks_go(tmp_path: Path, retried: bool) -> None:
+    """They go with the next commit, or as their device comes back."""
+
+    async def work(store: Store) -> None:
+        directory = make(store, ROOT_INODE, b"directory", Kind.DIRECTORY)
+        inside = [await write(store, b"%d" % i, SIZE, directory.inode) for i in range(60)]
+        blocks = await fill(store, 60)
+        await store.sync()
+        fail(store)
+        await come(lambda: not store.service._to_hide and not store.service._lock.locked())
+        over = await write(store, b"new", 4096)
+        lost = next(name for name, is_lost in blocks.items() if is_lost)
+        for block in inside:
+            if store.index.lookup(directory.inode, block.name) is not None:
+                unlink(store, block.name, directory.inode)
+        hidden = [number for number in range(inside[0].inode, over.inode) if store.index.hidden(InodeNumber(number))]
+        below = sum(number <= inside[-1].inode for number in hidden)
+        assert below
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(LmdbIndex, "delete", no_memory)
+            rename(store, over.inode, lost)
+            store.blocks.rmdir(ROOT_INODE, b"directory")
+            assert all(store.index.hidden(InodeNumber(number)) for number in hidden)
+            if not retried:
+                patch.setattr(Blocks, "_before_commit", lambda self: None)
+                await store.blocks.commit()
+                store.blocks.bringing._lost_names.clear()
+                store.blocks.bringing._lost_directories.clear()
+        if retried:
+            await store.blocks.commit()
+            left = [number for number in hidden if store.index.hidden(InodeNumber(number))]
+            assert len(left) == len(hidden) - below - 1
+        await back(store)
+        assert store.index.lookup(ROOT_INODE, lost) == over.inode and not seen(store, directory.inode)
+        names(store)
+        await verify_all(store)
+
+    pool = pool_of(tmp_path, 1)
+    with_store(pool, work)
+    report = fsck(pool, verify_data=True)
+    assert not report.damaged, report.findings
