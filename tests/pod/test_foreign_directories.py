@@ -112,6 +112,29 @@ def test_a_directory_with_attributes_that_becomes_the_others_has_none_of_them(tm
     trio.run(main)
 
 
+def test_a_pinned_directory_that_becomes_the_others_stays_pinned(tmp_path: Path) -> None:
+    pools = make_pod(tmp_path, nodes=2, joined=2)
+
+    async def main() -> None:
+        made, _ = await news_of_a_directory(pools[1])
+        async with Store.open(pools[0]) as store:
+            podmap = podmap_of(store)
+            names = Namespace(store, ForeignNames(store, podmap))
+            own = names.mkdir(ROOT_INODE, b"d", 0o755, 0, 0)
+            await names.set_pinned(own.inode, True)
+            podmap.apply(1, made)
+            with pytest.raises(NotEmptyError):
+                names.rmdir(ROOT_INODE, b"d")
+            assert names.lookup(ROOT_INODE, b"d").flags == InodeFlags.BORROWED | InodeFlags.PINNED
+            assert store.pins.numbers() == [own.inode]
+            # As the first is made in it, it is this node's again, and what is in it is pinned.
+            inside = names.mkdir(own.inode, b"e", 0o755, 0, 0)
+            assert names.lookup(ROOT_INODE, b"d").flags == InodeFlags.PINNED
+            assert store.pins.holds(inside.pack())
+
+    trio.run(main)
+
+
 def test_the_index_is_read_without_a_lock_where_the_directory_is_the_others(tmp_path: Path) -> None:
     pools = make_pod(tmp_path, nodes=2, joined=2)
 

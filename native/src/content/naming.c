@@ -245,7 +245,7 @@ static int disown(const struct change_of *c, const struct kvfs_inode_record *rec
         free(borrowed);
         return 0;
     }
-    borrowed->flags = KVFS_INODE_BORROWED;
+    borrowed->flags = (uint8_t)((record->flags & KVFS_INODE_PINNED) | KVFS_INODE_BORROWED);
     borrowed->version = theirs.version;
     borrowed->mode = theirs.mode;
     borrowed->uid = theirs.uid;
