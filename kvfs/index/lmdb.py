@@ -251,6 +251,7 @@ class LmdbIndex:
         if record is None:
             return False
         old = Inode.unpack(record)
+        self.keep(inode)  # subscribers are told of its name
         assert self._leave_table is not None and self._on_drop is not None
         self._leave_table(old.inode)
         self.delete(old)

@@ -237,6 +237,7 @@ def test_a_directory_of_hidden_blocks_goes_before_the_table_has_lost_them(
         evict = store.plane.inode_evict
 
         def evict_others(numbers: Sequence[int]) -> bytes:
+            assert all(store.plane.names.get(number) for number in numbers)  # subscribers are told of their names
             return b"\1" if list(numbers) == [held.inode] else evict(numbers)
 
         with pytest.MonkeyPatch.context() as patch:
