@@ -9,7 +9,6 @@ import contextlib
 import errno
 import functools
 import os
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from enum import IntEnum, IntFlag
@@ -32,8 +31,6 @@ _HELD = 0xFFFFFFFE  # KVFS_PLACE_HELD
 HEAD_NEW: int = lib.KVFS_HEAD_NEW
 CLIENT_HEADS: int = lib.KVFS_CLIENT_HEADS
 _MEMBER_SIZE = 12
-LOOK = struct.Struct("<QIIIB??x")
-assert LOOK.size == ffi.sizeof("struct kvfs_look")
 
 # The request whose changes a task makes: connection, number.
 _REQUEST: ContextVar[tuple[int, int] | None] = ContextVar("kvfs_request", default=None)
@@ -80,24 +77,14 @@ class Place(Protocol):
     awaited: int
 
 
-class Look(NamedTuple):
-    """struct kvfs_look: a block, as eviction looks at it."""
-
-    inode: InodeNumber
-    pages: int  # in the segment; 0: nothing of it is there
-    pages_all: int  # in all segments
-    use: int  # the tick of its last use << 8 | hits
-    open: int  # plane.OpenState
-    absent: bool  # its record must be in memory before anything is known
-    orphan: bool  # the block before it in its chain is gone
-
-
 class Evicted(NamedTuple):
-    """How many blocks left, with how many pages; and for each inode 1 if it was one of them."""
+    """How many blocks left, with how many pages; for each inode 1 if it was one of them. And how many stayed as their
+    records are not in memory."""
 
     blocks: int
     pages: int
     gone: bytes
+    unnamed: int
 
 
 class Removed(NamedTuple):

@@ -25,13 +25,14 @@ from kvfs.errors import KvfsError, NamesFullError
 from kvfs.frames import Frames
 from kvfs.held import HeldMount
 from kvfs.listings import Listings
-from kvfs.names import LOOK, Evicted, Leave, Look, Names
+from kvfs.names import Evicted, Leave, Names
 from kvfs.naming import Act, Naming
 from kvfs.podmap import PodMap, PodOptions
 from kvfs.record import RECORD_BYTES, RECORD_SIZE, Extent
 from kvfs.types import PAGE_SIZE, InodeNumber, SegmentIndex, UserNumbers
 from kvfs.upcalls import FUSE_FLUSH, FUSE_READDIR, FUSE_READDIRPLUS, Call, call_of
 from kvfs.uses import Uses
+from kvfs.worth import Looks
 
 log = logging.getLogger(__name__)
 
@@ -510,11 +511,10 @@ class Plane:
         )
         return bytes(ffi.buffer(busy))
 
-    def blocks_look(self, segment: int, inodes: Sequence[int]) -> list[Look]:
-        """Each of these inodes, as eviction looks at it."""
-        out = ffi.new("struct kvfs_look[]", len(inodes))
-        lib.kvfs_blocks_look(self._plane, segment, ffi.new("uint64_t[]", inodes), len(inodes), out)
-        return [Look._make(found) for found in LOOK.iter_unpack(ffi.buffer(out))]
+    def blocks_look(self, segment: int, inodes: Sequence[int], looks: Looks, at: int = 0) -> int:
+        """Each of these inodes, as eviction looks at it: into `looks` from `at` on. Returns how many are absent."""
+        asked = ffi.new("uint64_t[]", inodes)
+        return cast(int, lib.kvfs_blocks_look(self._plane, segment, asked, len(inodes), looks.all + at))
 
     def blocks_evict(self, segment: int | None, inodes: Sequence[int]) -> Evicted:
         """Take these inodes' blocks with a part in the segment out of table, names, places. Open ones stay. Without a
@@ -525,7 +525,7 @@ class Plane:
             lib.kvfs_group_evict(self._plane, *rest)
         else:
             lib.kvfs_blocks_evict(self._plane, segment, *rest)
-        return Evicted(out.blocks, out.pages, bytes(ffi.buffer(gone)))
+        return Evicted(out.blocks, out.pages, bytes(ffi.buffer(gone)), out.unnamed)
 
     def inode_is_open(self, inode: int) -> int:
         """An OpenState. Eviction may take an inode that is open beyond its users' shares."""

@@ -1,4 +1,5 @@
-"""Worths of blocks for eviction, as the data plane looks them up: by hits, and by ticks since the last use.
+"""Worths of blocks for eviction, as the data plane looks them up: by hits, and by ticks since the last use. And which
+blocks of a segment stay when it is emptied.
 
 Which block is worth how much is decided in kvfs/store/eviction.py. Shape of a table: WORTH_CLASSES rows of numbers, one
 for each of AGES. A row is for the blocks of class_of(hits). Between two ages worths lie on a line.
@@ -7,9 +8,11 @@ for each of AGES. A row is for the blocks of class_of(hits). Between two ages wo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias, cast
+from enum import IntEnum
+from typing import Any, NamedTuple, TypeAlias, cast
 
 from kvfs._native import ffi, lib
+from kvfs.types import InodeNumber
 
 WORTH_CLASSES = cast(int, lib.KVFS_WORTH_CLASSES)
 AGES: tuple[int, ...] = tuple(lib.kvfs_worth_age(i) for i in range(lib.KVFS_WORTH_AGES))
@@ -45,13 +48,6 @@ class Worths:
     def __init__(self, rows: Table, orphan: float = 1.0) -> None:
         assert len(rows) == WORTH_CLASSES and all(len(row) == len(AGES) for row in rows)
         self.table = ffi.new("struct kvfs_worths *", {"worths": rows, "orphan": orphan})
-
-    def of(self, uses: Sequence[tuple[int, int]], tick: int, orphans: Sequence[bool] | None = None) -> list[float]:
-        """The worth of each block."""
-        words, out = ffi.new("uint32_t[]", list(map(word_of, uses))), ffi.new("float[]", len(uses))
-        marks = ffi.NULL if orphans is None else ffi.new("uint8_t[]", list(map(int, orphans)))
-        lib.kvfs_worth(self.table, tick & TICK_MASK, words, marks, len(uses), out)
-        return cast(list[float], ffi.unpack(out, len(uses))) if uses else []
 
 
 class Ages:
@@ -98,3 +94,50 @@ class Weights:
 def price_of(price: float) -> float:
     """As C has it: there is no infinite one."""
     return min(price, _PRICE_MAX)
+
+
+class ChooseBy(IntEnum):
+    """enum kvfs_choose_by."""
+
+    HELD = 0
+    HITS = 1
+    WORTH = 2
+
+
+class Choice(NamedTuple):
+    """Which blocks stay: numbers of those that are held, and of those that are kept for their worth."""
+
+    held: list[InodeNumber]
+    kept: list[InodeNumber]
+    held_pages: int  # in all segments
+    kept_pages: int  # of those kept for their worth, in the segment
+    copied_pages: int  # of the same, in all segments
+    lost: float  # the worth of those that go
+    gone: int  # blocks that go
+    busy: bool  # one cannot even be copied now: then nothing can be done
+    unnamed: bool  # the record of one is not in memory
+
+
+class Looks:
+    """Blocks as eviction looks at them: `all` is a struct kvfs_look[], which the data plane fills. More of a block may
+    be said there before one chooses."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.all: Any = ffi.new("struct kvfs_look[]", count)
+
+    def weigh(self, worths: Worths, tick: int) -> None:
+        lib.kvfs_looks_weigh(worths.table, tick & TICK_MASK, self.all, self.count)
+
+    def choose(self, by: ChooseBy, price: float = 0.0, budget: int = 0, units: int = 0) -> Choice:
+        """Choose which blocks stay. price: a block must be worth more. budget: of pages to copy. units: the last one of
+        those that blocks have. MemoryError."""
+        out, copies = ffi.new("struct kvfs_choice *"), ffi.new("uint64_t[]", self.count)
+        out.price, out.budget, out.units, out.by = price, max(0, budget), units, by
+        if lib.kvfs_looks_choose(self.all, self.count, out, copies) < 0:
+            raise MemoryError
+        stay = cast(list[InodeNumber], ffi.unpack(copies, out.held + out.kept)) if out.held + out.kept else []
+        return Choice(
+            stay[: out.held], stay[out.held :], out.held_pages, out.kept_pages, out.copied_pages, out.lost, out.gone,
+            out.busy > 0, out.unnamed > 0,
+        )  # fmt: skip

@@ -21,7 +21,7 @@ import trio
 
 from kvfs.errors import KvfsError, NotEmptyError
 from kvfs.index.lmdb import LmdbIndex
-from kvfs.names import Evicted, Leave, Look, Removed, step
+from kvfs.names import Evicted, Leave, Removed, step
 from kvfs.naming import END_OPEN, Act, Naming
 from kvfs.plane import OpenState, Plane, PlaneError
 from kvfs.podmap import Rights
@@ -35,6 +35,7 @@ from kvfs.store.shares import PINNED, ROOT, Shares
 from kvfs.store.space import SpaceLimit
 from kvfs.store.table_room import TableRoom
 from kvfs.types import COUNTER_BITS, PAGE_SIZE, InodeNumber
+from kvfs.worth import Looks
 
 log = logging.getLogger("kvfs.store.pool")
 
@@ -449,29 +450,37 @@ class Blocks:
     # ---- eviction ----
 
     @step
-    def look(self, segment: Segment, numbers: Sequence[InodeNumber]) -> list[Look]:
-        """Look at these inodes, but not at those on a device that is away."""
-        if self.index.is_hiding:
-            numbers = [number for number in numbers if self.index.hidden(number) is None]
-        looks = self.plane.blocks_look(segment.index, numbers)
-        if absent := [look.inode for look in looks if look.absent]:
-            self.index.bring(absent)
-            again = {look.inode: look for look in self.plane.blocks_look(segment.index, absent)}
-            looks = [again.get(look.inode, look) for look in looks]
-        return looks
+    def look(self, segment: Segment, numbers: Sequence[InodeNumber], looks: Looks, at: int = 0) -> None:
+        """Look at these inodes: into `looks` from `at` on. Those on a device that is away have no pages anywhere."""
+        if self.plane.blocks_look(segment.index, numbers, looks, at):
+            self.index.bring([number for i, number in enumerate(numbers, at) if looks.all[i].absent])
+            self.plane.blocks_look(segment.index, numbers, looks, at)
+        for i, number in enumerate(numbers, at) if self.index.is_hiding else ():
+            if self.index.hidden(number) is not None:
+                look = looks.all[i]
+                look.pages = look.pages_all = look.held = look.busy = 0
 
     @step
     def evict(self, segment: Segment | None, numbers: Sequence[InodeNumber]) -> Evicted:
         """Blocks with a part in the segment leave block table, index and accounts. Open or pinned ones stay. Without a
         segment they are one group, wherever they lie. Then all stay while one does. Hosts get notice soon."""
-        self.index.bring(numbers)
         # Only then anything depends on what each of them was.
         before: dict[InodeNumber, bytes] = {}
-        if self.pins or self.index.removed_names is not None:
+        looks_at_each = bool(self.pins) or self.index.removed_names is not None
+        if looks_at_each or segment is None:
+            self.index.bring(numbers)
+        if looks_at_each:
             before = {number: record for number in numbers if (record := self.index.raw(number)) is not None}
             free = [number for number, record in before.items() if not self.pins.holds(record)]
             numbers = [] if segment is None and len(free) < len(before) else free
-        evicted = self.plane.blocks_evict(None if segment is None else segment.index, numbers)
+        where = None if segment is None else segment.index
+        evicted = self.plane.blocks_evict(where, numbers)
+        if evicted.unnamed and not looks_at_each:
+            self.index.bring(numbers)
+            blocks, pages, gone, _ = evicted
+            more = self.plane.blocks_evict(where, numbers)
+            both = bytes(a | b for a, b in zip(gone, more.gone, strict=True))
+            evicted = Evicted(blocks + more.blocks, pages + more.pages, both, more.unnamed)
         self.segments.take_notes()
         if evicted.blocks:
             self._evicted.set()

@@ -1,18 +1,17 @@
 """Eviction policy: which stream a block goes to, what its blocks are worth, and what a copy costs.
 
-So it decides which segment goes next, and which of its blocks are carried over. Pure, to be replaced: it sees numbers,
-changes nothing, and knows neither index nor devices. `tools/simulate` runs this very module on traces;
-docs/performance.md has the results.
+So it decides which segment goes next, and by their worths and a price which of its blocks are carried over (Looks in
+kvfs/worth.py). Pure, to be replaced: it sees numbers, changes nothing, and knows neither index nor devices.
+`tools/simulate` runs this very module on traces; docs/performance.md has the results.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from kvfs.pool.format import Stream
 from kvfs.store.learning import Learner
-from kvfs.worth import Table, Use, Worths
+from kvfs.worth import Table, Worths
 
 # Blocks age by a clock of pages written, not of seconds: a block's place costs what could be written there. So nothing
 # here depends on the size of a pool or the speed of its engines. The clock has so many ticks while as much is written
@@ -47,8 +46,8 @@ _SAVED_SEGMENTS = 2
 class Lost(NamedTuple):
     """The blocks that an eviction dropped, copied ones excluded."""
 
-    uses: Sequence[Use]
-    orphans: Sequence[bool]
+    worth: float  # of all of them
+    blocks: int
     share: float  # of the pages that were gained by it
 
 
@@ -104,17 +103,9 @@ class EvictionPolicy(Protocol):
         """A block must be worth more than that for a copy. budget: of copies that may be made now, in segments."""
         ...
 
-    def gone(self, lost: Lost, tick: int) -> None:
+    def gone(self, lost: Lost) -> None:
         """A segment was emptied."""
         ...
-
-
-def worth_copying(worths: Sequence[float], price: float) -> list[int]:
-    """Indexes of the blocks that are worth a copy, those worth most first.
-
-    They are in the order of their creation. Equal blocks keep their order: a chain's head is of use without its tail.
-    """
-    return sorted((i for i, worth in enumerate(worths) if worth > price), key=lambda i: -worths[i])
 
 
 class LeastLoss:
@@ -156,8 +147,8 @@ class LeastLoss:
             return float("inf")
         return _COPY_FACTOR * self._lost * (1 + _BUDGET_LOW / budget)
 
-    def gone(self, lost: Lost, tick: int) -> None:
-        loss = sum(self._worths.of(lost.uses, tick, lost.orphans)) * lost.share / max(1, len(lost.uses))
+    def gone(self, lost: Lost) -> None:
+        loss = lost.worth * lost.share / max(1, lost.blocks)
         # The mean of the first few is theirs alone. A mean that begins at 0 makes copies cheap: the budget goes on
         # blocks of no worth, and those in use are lost behind it.
         self._gone += 1

@@ -17,7 +17,7 @@ from operator import attrgetter
 import trio
 
 from kvfs.errors import DeviceError, NoSpaceError, first_error
-from kvfs.names import Look, step
+from kvfs.names import step
 from kvfs.plane import OpenState
 from kvfs.record import Inode, Kind
 from kvfs.store.blocks import Blocks
@@ -29,13 +29,12 @@ from kvfs.store.eviction import (
     CopyBudget,
     EvictionPolicy,
     Lost,
-    worth_copying,
 )
 from kvfs.store.groups import Group, Groups
 from kvfs.store.sealing import Sealing
 from kvfs.store.segment import Segment, State, usage
 from kvfs.types import PAGE_SIZE, InodeNumber
-from kvfs.worth import Ages, Use, Weights
+from kvfs.worth import Ages, Choice, ChooseBy, Looks, Weights, word_of
 
 log = logging.getLogger(__name__)
 _generation = attrgetter("generation")
@@ -43,7 +42,6 @@ _generation = attrgetter("generation")
 # Blocks that are open beyond the shares of their users go as if they were not open. A lease keeps a block, and not the
 # rest of its group: that may be more than leases may keep.
 _KEPT_OPEN = (OpenState.OPEN, OpenState.BEING_WRITTEN)
-_KEPT = (OpenState.OPEN, OpenState.LEASED)
 # Blocks looked at, or removed, in one go: others wait meanwhile.
 _LOOK_BATCH = 256
 _EVICT_BATCH = 64
@@ -415,16 +413,17 @@ class Evictor:
                     removed += await self._drop_blocks(segment, inodes, groups)
                     if not removed:  # all of it stays: to move that frees nothing
                         return False
-                plan = await self._plan(segment, inodes, groups, first=turn == 0, drain=drain)
-                if plan is None:
-                    return False
-                must, hot = plan
-                if not await self._carry_all(must):
+                by = ChooseBy.HELD if turn else ChooseBy.HITS if drain else ChooseBy.WORTH
+                choice = await self._decide(segment, inodes, groups, by, however_much=drain)
+                if choice is None or not await self._carry_all(choice.held):
                     return False
                 # Those for which there is no room go: nothing would ever be freed if eviction waited for it.
-                await self._carry_all(hot)
+                await self._carry_all(choice.kept)
                 await self._look_at(groups)
-                removed += await self._drop_blocks(segment, inodes, groups)
+                gone = await self._drop_blocks(segment, inodes, groups, in_memory=not choice.unnamed)
+                removed += gone
+                if gone == len(inodes) and not groups:  # nothing comes to a segment that is EVICTING
+                    break
             else:
                 return False
             if segment.held:
@@ -469,92 +468,75 @@ class Evictor:
                 if looked % _EVICT_BATCH == 0:
                     await trio.lowlevel.checkpoint()
 
-    async def _look(self, segment: Segment, inodes: Sequence[InodeNumber]) -> list[Look]:
-        found: list[Look] = []
-        for at in range(0, len(inodes), _LOOK_BATCH):
-            if at:
-                await trio.lowlevel.checkpoint()
-            found += self._blocks.look(segment, inodes[at : at + _LOOK_BATCH])
-        return found
-
-    async def _plan(
+    async def _decide(
         self,
         segment: Segment,
         inodes: Sequence[InodeNumber],
         groups: dict[InodeNumber, Group],
+        by: ChooseBy,
         *,
-        first: bool,
-        drain: bool,
-    ) -> tuple[list[Look], list[Look]] | None:
-        """The blocks that must be carried over, and those that are worth it; None if the segment has to stay."""
-        looks = await self._look(segment, inodes)
-        there = [look for look in looks if look.pages]
-        busy = self._sealing.busy_of([look.inode for look in there])
-        if busy or any(look.open == OpenState.BEING_WRITTEN for look in looks):
-            return None
-        held = await self._held(there, groups)
-        must = [look for look in there if look.inode in held]
-        others = [look for look in there if look.inode not in held] if first else []
-        if drain:
-            uses = self._uses(others, groups)
-            return must + [look for look, (_, hits) in zip(others, uses, strict=True) if hits], []
-        if sum(look.pages_all for look in must) > _KEEP_SHARE * self._segments.area:
-            return None
-        return must, self._worth_keeping(others, groups, segment) if first else []
-
-    async def _held(self, looks: Sequence[Look], groups: dict[InodeNumber, Group]) -> set[InodeNumber]:
-        """Those that stay, whatever they are worth."""
-        held = {look.inode for look in looks if look.open in _KEPT}
+        however_much: bool,
+    ) -> Choice | None:
+        """The blocks that must be carried over, and those that are worth it; None if the segment has to stay, as it
+        does where too much must, unless `however_much`."""
+        looks = Looks(len(inodes))
+        for at in range(0, len(inodes), _LOOK_BATCH):
+            if at:
+                await trio.lowlevel.checkpoint()
+            self._blocks.look(segment, inodes[at : at + _LOOK_BATCH], looks, at)
         if self._pins:
-            for i, look in enumerate(looks):
-                if i % _EVICT_BATCH == _EVICT_BATCH - 1:
-                    await trio.lowlevel.checkpoint()
-                record = self._index.raw(look.inode)
-                if record is not None and self._pins.holds(record):
-                    held.add(look.inode)
-        if groups:
-            held.update(look.inode for look in looks if (group := groups.get(look.inode)) is not None and group.held)
-        return held
+            await self._tell_pinned(inodes, looks)
+        units = self._tell_groups(inodes, groups, looks) if groups else 0
+        if busy := self._sealing.busy_of(inodes):
+            for i, number in enumerate(inodes):
+                looks.all[i].busy |= number in busy and looks.all[i].pages > 0
+        budget, price = 0, 0.0
+        if by is ChooseBy.WORTH:
+            looks.weigh(self._policy.worths(), self._segments.tick)
+            budget, price = self._budget_pages(), self._policy.price(self._budget_segments())
+        try:
+            choice = looks.choose(by, price, budget, units)
+        except MemoryError:
+            log.warning("segment %d stays: no memory to choose among %d blocks", segment.index, len(inodes))
+            return None
+        if choice.busy or (not however_much and choice.held_pages > _KEEP_SHARE * self._segments.area):
+            return None
+        if by is ChooseBy.WORTH:
+            self._count_choice(segment, choice)
+        return choice
 
-    def _uses(self, looks: Sequence[Look], groups: dict[InodeNumber, Group]) -> list[Use]:
-        """The uses of each, or of the best in its group."""
-        return [
-            Use(*groups[look.inode].use) if look.inode in groups else Use(look.use >> 8, look.use & 0xFF)
-            for look in looks
-        ]  # fmt: skip
+    def _count_choice(self, segment: Segment, choice: Choice) -> None:
+        """The budget pays the copies, and the policy is told of the rest, which is lost."""
+        self.counters.carried_pages += choice.copied_pages
+        self._budget.spend(choice.copied_pages)
+        gained = max(1, self._segments.area - choice.kept_pages)
+        share = max(0, segment.live_pages - choice.kept_pages) / gained
+        self._policy.gone(Lost(choice.lost, choice.gone, share))
 
-    def _worth_keeping(self, blocks: Sequence[Look], groups: dict[InodeNumber, Group], segment: Segment) -> list[Look]:
-        """The blocks that are worth a copy, within the budget. The rest is lost, and the policy is told."""
-        uses = self._uses(blocks, groups)
-        budget, tick = self._budget_pages(), self._segments.tick
-        orphans = [block.orphan and block.inode not in groups for block in blocks]
-        worths = self._policy.worths().of(uses, tick, orphans)
-        price = self._policy.price(self._budget_segments())
-        mates: dict[Group, list[int]] = {}
-        for i, block in enumerate(blocks) if groups else ():
-            if block.inode in groups:
-                mates.setdefault(groups[block.inode], []).append(i)
-        kept: set[int] = set()
-        kept_pages = copied = 0
-        for i in worth_copying(worths, price):
-            group = groups.get(blocks[i].inode)
-            unit = [i] if group is None else mates[group]
-            size = sum(blocks[j].pages_all for j in unit)
-            if i not in kept and copied + size <= budget:
-                kept_pages += sum(blocks[j].pages for j in unit)
-                copied += size  # a block is copied whole
-                kept.update(unit)
-        self.counters.carried_pages += copied
-        self._budget.spend(copied)
-        lost = [i for i in range(len(uses)) if i not in kept]
-        gained = max(1, self._segments.area - kept_pages)
-        share = max(0, segment.live_pages - kept_pages) / gained
-        self._policy.gone(Lost([uses[i] for i in lost], [orphans[i] for i in lost], share), tick)
-        return [blocks[i] for i in sorted(kept)]
+    async def _tell_pinned(self, inodes: Sequence[InodeNumber], looks: Looks) -> None:
+        """Blocks below a pin stay, whatever they are worth."""
+        for i, number in enumerate(inodes):
+            if i % _EVICT_BATCH == _EVICT_BATCH - 1:
+                await trio.lowlevel.checkpoint()
+            record = self._index.raw(number) if looks.all[i].pages else None
+            if record is not None and self._pins.holds(record):
+                looks.all[i].held = 1
 
-    async def _carry_all(self, blocks: Sequence[Look]) -> bool:
+    def _tell_groups(self, inodes: Sequence[InodeNumber], groups: dict[InodeNumber, Group], looks: Looks) -> int:
+        """The files of a group are kept together, as used as the best of them. Returns how many groups there are."""
+        units: dict[Group, int] = {}
+        for i, number in enumerate(inodes):
+            group = groups.get(number)
+            if group is not None:
+                look = looks.all[i]
+                look.unit = units.setdefault(group, len(units) + 1)
+                look.use, look.orphan = word_of(group.use), 0
+                look.held |= group.held
+        return len(units)
+
+    async def _carry_all(self, blocks: Sequence[InodeNumber]) -> bool:
         """Carry blocks over, several at a time. False if there was no room for one."""
-        queue = (record for look in blocks if (record := self._index.raw(look.inode)) is not None)
+        queue = (record for number in blocks if (record := self._index.raw(number)) is not None)
         full = False
 
         async def work() -> None:
@@ -578,10 +560,16 @@ class Evictor:
         return not full
 
     async def _drop_blocks(
-        self, segment: Segment, inodes: Sequence[InodeNumber], groups: dict[InodeNumber, Group]
+        self,
+        segment: Segment,
+        inodes: Sequence[InodeNumber],
+        groups: dict[InodeNumber, Group],
+        *,
+        in_memory: bool = False,
     ) -> int:
         """Take the blocks that are still there out of the table and the index, and with them the rest of their groups.
-        Blocks that were opened meanwhile stay, and so does a group with such a block."""
+        Blocks that were opened meanwhile stay, and so does a group with such a block. in_memory: so were their records
+        a moment ago."""
         removed = 0
         alone, together = self._by_groups(segment, inodes, groups)
         # Where Python looks at each block, a step of as many would be long.
@@ -595,7 +583,8 @@ class Evictor:
         for where, batch in batches:
             if segment.lost:
                 break
-            self._index.bring(batch)  # the index is read before the step, not within
+            if not in_memory or where is None:
+                self._index.bring(batch)  # the index is read before the step, not within
             removed += self._drop_some(where, batch)
             await trio.lowlevel.checkpoint()
         return removed

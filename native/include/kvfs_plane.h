@@ -321,25 +321,14 @@ int kvfs_inode_hide(struct kvfs_plane *plane, uint64_t inode);
 int kvfs_inode_evict(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count, uint8_t *busy);
 /* kvfs_table_load() in a step, of blocks that are found again while subscribers listen. */
 int64_t kvfs_blocks_load(struct kvfs_plane *plane, const void *records, uint64_t size);
-/* A block, as eviction looks at it. */
-struct kvfs_look {
-    uint64_t inode;
-    uint32_t pages;     /* in the segment; 0: it has nothing */
-    uint32_t pages_all; /* in all segments */
-    uint32_t use;       /* as kvfs_inode_uses() has it */
-    uint8_t open;       /* enum kvfs_open_state */
-    uint8_t absent;     /* 1: nothing else is known before kvfs_names_load() of its record */
-    uint8_t orphan;
-    uint8_t reserved; /* zero */
-};
-/* Look at these inodes in a segment, as of one instant. */
-void kvfs_blocks_look(struct kvfs_plane *plane, uint32_t segment, const uint64_t *inodes, uint32_t count, struct kvfs_look *out);
+/* Look at these inodes in a segment, as of one instant (kvfs_worth.h). Returns how many are absent. */
+uint32_t kvfs_blocks_look(struct kvfs_plane *plane, uint32_t segment, const uint64_t *inodes, uint32_t count, struct kvfs_look *out);
 /* One step: sealed blocks with a part in the segment leave block table, names and places, and hosts need notice of their names.
  * UINT32_MAX: wherever they lie. A block stays if it is open within its users' shares, leased, its record is not in memory, or memory is short.
  * gone[i] = 1 for blocks that left. */
 struct kvfs_evicted {
     uint32_t blocks;
-    uint32_t reserved; /* zero */
+    uint32_t unnamed; /* stayed, as their records are not in memory */
     uint64_t pages;
 };
 void kvfs_blocks_evict(struct kvfs_plane *plane, uint32_t segment, const uint64_t *inodes, uint32_t count, uint8_t *gone,

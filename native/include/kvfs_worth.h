@@ -37,8 +37,6 @@ struct kvfs_weight {
 
 uint32_t kvfs_worth_class(uint32_t hits);
 uint32_t kvfs_worth_age(uint32_t index); /* the age with this index; UINT32_MAX: there is none */
-/* The worth of each use at a tick. orphans: whether its block is one; NULL: none is. */
-void kvfs_worth(const struct kvfs_worths *worths, uint32_t tick, const uint32_t *uses, const uint8_t *orphans, uint32_t count, float *out);
 /* Count `count` uses at a tick. Threads may count into the same ages. */
 void kvfs_worth_count(struct kvfs_ages *ages, uint32_t tick, const uint32_t *uses, uint32_t count);
 
@@ -57,5 +55,49 @@ void kvfs_weigh(const struct kvfs_worths *worths, float price, uint32_t tick, co
  * the others. Blocks that begin there may be in other segments in part, where room is gained likewise. Where no block begins, nothing is known:
  * infinite, and 0 if it is empty. */
 void kvfs_losses(const struct kvfs_weight *segments, uint32_t count, uint64_t area, double *out);
+
+/* ---- which blocks of a segment stay when it is emptied ---- */
+
+/* A block, as eviction looks at it (kvfs_blocks_look()). The caller may say more of it before it chooses. */
+struct kvfs_look {
+    uint64_t inode;
+    double worth;
+    uint32_t pages;     /* in the segment; 0: it has nothing */
+    uint32_t pages_all; /* in all segments */
+    uint32_t use;
+    uint32_t unit;   /* blocks of one unit, from 1 on, are kept together or go together; 0: it is alone. By the caller */
+    uint8_t open;    /* enum kvfs_open_state */
+    uint8_t absent;  /* 1: nothing else is known before kvfs_names_load() of its record */
+    uint8_t unnamed; /* 1: its record is not in memory: it cannot go */
+    uint8_t orphan;
+    uint8_t held; /* it stays, whatever it is worth: open, leased, or as the caller says */
+    uint8_t busy; /* it cannot even be copied now: being written, or as the caller says */
+    uint8_t reserved[2];
+};
+/* Set the worths of blocks at a tick. */
+void kvfs_looks_weigh(const struct kvfs_worths *worths, uint32_t tick, struct kvfs_look *looks, uint32_t count);
+
+enum kvfs_choose_by {
+    KVFS_CHOOSE_HELD,  /* keep what is held alone */
+    KVFS_CHOOSE_HITS,  /* and all that had a hit, as if it was held */
+    KVFS_CHOOSE_WORTH, /* and what is worth more than the price, the dearest first, within the budget; the older of two equal ones */
+};
+struct kvfs_choice {
+    double price;    /* in, as are those up to `by` */
+    uint64_t budget; /* of pages copied */
+    uint32_t units;  /* the last unit */
+    uint32_t by;     /* enum kvfs_choose_by */
+    /* Out. */
+    double lost;           /* the worth of those that go */
+    uint64_t held_pages;   /* in all segments */
+    uint64_t kept_pages;   /* in this segment, of those that are kept for their worth */
+    uint64_t copied_pages; /* of the same, in all segments */
+    uint32_t busy;         /* blocks that are: then nothing can be done, and the rest is not set */
+    uint32_t unnamed;
+    uint32_t held, kept, gone; /* blocks */
+    uint32_t reserved;
+};
+/* Choose. copies: room for `count` inodes; those that are held, then those that are kept for their worth, both in the order of `looks`. -ENOMEM. */
+int kvfs_looks_choose(const struct kvfs_look *looks, uint32_t count, struct kvfs_choice *choice, uint64_t *copies);
 
 #endif

@@ -3,6 +3,7 @@
 #include "kvfs_worth.h"
 
 #include <math.h>
+#include <stdbool.h>
 
 #include "table_records.h"
 
@@ -22,6 +23,12 @@ static void worths_fill(void) {
     worths.orphan = 0.25f;
 }
 
+static double worth_at(uint32_t tick, uint32_t use, bool orphan) {
+    struct kvfs_look look = {.use = use, .orphan = orphan};
+    kvfs_looks_weigh(&worths, tick, &look, 1);
+    return look.worth;
+}
+
 static void ages_rise_to_the_end_of_the_clock(void) {
     CHECK(kvfs_worth_age(0) == 0 && kvfs_worth_age(KVFS_WORTH_AGES - 1) == 1u << 23 && kvfs_worth_age(KVFS_WORTH_AGES) == UINT32_MAX);
     for (uint32_t i = 1; i < KVFS_WORTH_AGES; i++)
@@ -36,12 +43,10 @@ static void worths_lie_on_lines_and_the_clock_goes_round(void) {
     for (int i = 0; i < 200000; i++) {
         uint32_t age = (uint32_t)random_below(&seed, 1u << random_below(&seed, 24)), hits = (uint32_t)random_below(&seed, 256);
         uint32_t tick = (uint32_t)random_next(&seed) & 0xffffff, use = ((tick - age) & 0xffffff) << 8 | hits;
-        float worth;
-        kvfs_worth(&worths, tick, &use, NULL, 1, &worth);
-        double wanted = exact(hits, age);
+        double worth = worth_at(tick, use, false), wanted = exact(hits, age);
         CHECK_SAY(worth >= 0.999 * wanted && worth <= 1.03 * wanted, "age %u hits %u: %g, %g", age, hits, worth, wanted);
         /* A use that others added after the tick was read. */
-        kvfs_worth(&worths, (tick - age - 1) & 0xffffff, &use, NULL, 1, &worth);
+        worth = worth_at((tick - age - 1) & 0xffffff, use, false);
         CHECK_SAY(age || fabs(worth - exact(hits, 0)) <= 1e-3 * worth, "hits %u: %g", hits, worth);
     }
 }
@@ -58,10 +63,9 @@ static void segments_weigh_what_their_blocks_do(void) {
         uint32_t segment = (uint32_t)random_below(&seed, SEGMENTS + 2), pages = (uint32_t)random_below(&seed, 4);
         uses[i] = (uint32_t)random_next(&seed);
         places[i] = segment | (uint64_t)pages << 32;
-        float worth;
         uint8_t orphan = random_below(&seed, 3) == 0;
         orphans[i / 64] |= (uint64_t)orphan << i % 64;
-        kvfs_worth(&worths, 1000, &uses[i], &orphan, 1, &worth);
+        float worth = (float)worth_at(1000, uses[i], orphan);
         if (segment < SEGMENTS && pages) {
             kvfs_worth_count(&counted, 1000, &uses[i], 1);
             wanted[segment].loss += (double)(worth < price ? worth : price) * pages;
@@ -85,11 +89,9 @@ static void segments_weigh_what_their_blocks_do(void) {
 
 static void orphans_are_worth_a_part_and_ages_are_counted_where_they_begin(void) {
     uint32_t uses[] = {1000 << 8, 900 << 8 | 3, 900 << 8 | 3, 1001 << 8};
-    uint8_t orphans[] = {0, 0, 1, 0};
-    float found[4];
     static struct kvfs_ages ages;
-    kvfs_worth(&worths, 1000, uses, orphans, 4, found);
-    CHECK(found[2] == found[1] * 0.25f && found[0] == found[3]);
+    double found = worth_at(1000, uses[1], false);
+    CHECK(worth_at(1000, uses[2], true) == found * 0.25 && worth_at(1000, uses[0], false) == worth_at(1000, uses[3], false));
     kvfs_worth_count(&ages, 1000, uses, 4);
     uint32_t index = 0;
     while (kvfs_worth_age(index + 1) <= 100)
@@ -105,6 +107,39 @@ static void a_loss_is_by_the_page_that_is_gained(void) {
     for (int i = 0; i < 5; i++)
         CHECK(found[i] == wanted[i]);
     CHECK(found[5] == 7);
+}
+
+/* As the caller sees them: what is held, and the dearest of the others while the budget lasts; units whole. */
+static void blocks_stay_that_are_held_or_worth_their_copy(void) {
+    struct kvfs_look looks[] = {
+        {.inode = 10, .worth = 3, .pages = 2, .pages_all = 2},
+        {.inode = 11, .worth = 5, .pages = 1, .pages_all = 4, .unit = 2},
+        {.inode = 12, .worth = 9, .pages = 1, .pages_all = 1, .held = 1},
+        {.inode = 13, .worth = 3, .pages = 2, .pages_all = 2, .use = 1},
+        {.inode = 14, .worth = 9, .pages = 0, .pages_all = 7, .held = 1}, /* nothing of it is there */
+        {.inode = 15, .worth = 5, .pages = 1, .pages_all = 1, .unit = 2},
+        {.inode = 16, .worth = 1, .pages = 3, .pages_all = 3, .unnamed = 1},
+    };
+    enum { COUNT = sizeof(looks) / sizeof(looks[0]) };
+    uint64_t copies[COUNT];
+    struct kvfs_choice choice = {.price = 1, .budget = 7, .units = 2, .by = KVFS_CHOOSE_WORTH};
+    CHECK(kvfs_looks_choose(looks, COUNT, &choice, copies) == 0);
+    CHECK(choice.held == 1 && choice.kept == 3 && choice.gone == 2 && choice.unnamed == 1 && choice.held_pages == 1);
+    CHECK(copies[0] == 12 && copies[1] == 10 && copies[2] == 11 && copies[3] == 15); /* of 10 and 13 the older one */
+    CHECK(choice.copied_pages == 7 && choice.kept_pages == 4 && choice.lost == 4);
+    choice.budget = 4; /* the unit has 5 pages: none of it stays, and what is worth less does */
+    CHECK(kvfs_looks_choose(looks, COUNT, &choice, copies) == 0);
+    CHECK(choice.kept == 2 && copies[1] == 10 && copies[2] == 13 && choice.copied_pages == 4 && choice.lost == 11);
+    choice.price = HUGE_VAL;
+    CHECK(kvfs_looks_choose(looks, COUNT, &choice, copies) == 0 && choice.kept == 0 && choice.held == 1 && choice.gone == 5);
+    choice.by = KVFS_CHOOSE_HITS;
+    CHECK(kvfs_looks_choose(looks, COUNT, &choice, copies) == 0);
+    CHECK(choice.held == 2 && choice.held_pages == 3 && copies[0] == 12 && copies[1] == 13 && choice.kept == 0);
+    choice.by = KVFS_CHOOSE_HELD;
+    CHECK(kvfs_looks_choose(looks, COUNT, &choice, copies) == 0 && choice.held == 1 && choice.kept == 0);
+    looks[4].busy = 1;
+    CHECK(kvfs_looks_choose(looks, COUNT, &choice, copies) == 0 && choice.busy == 1);
+    CHECK(kvfs_looks_choose(looks, 0, &choice, copies) == 0 && !choice.busy && !choice.held && !choice.gone);
 }
 
 static uint64_t place_of(const struct kvfs_table *table, uint64_t inode) {
@@ -164,6 +199,7 @@ int main(void) {
     RUN(segments_weigh_what_their_blocks_do);
     RUN(orphans_are_worth_a_part_and_ages_are_counted_where_they_begin);
     RUN(a_loss_is_by_the_page_that_is_gained);
+    RUN(blocks_stay_that_are_held_or_worth_their_copy);
     RUN(places_follow_every_change_of_a_record);
     return 0;
 }

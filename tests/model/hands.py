@@ -42,6 +42,7 @@ from kvfs.store.segment import State as SegmentState
 from kvfs.store.store import Store
 from kvfs.types import ROOT_INODE, InodeNumber
 from kvfs.upcalls import Call
+from kvfs.worth import Looks
 
 IN, OUT = struct.Struct("<IIQQIIIHH"), struct.Struct("<IiQ")
 ATTR = struct.Struct("<QQQQQQIIIIIIIIII")
@@ -540,8 +541,10 @@ class Hand:
             if path in tree and path != "/":
                 state[f"table of {path}: leads to"] = plane.table_find_name(inode.parent, inode.name)
             if inode.kind.name == "FILE" and inode.sealed:
-                looks = store.blocks.look(store.segments.all[inode.segment], [inode.inode])
-                state[f"look at {path}"] = [look._replace(orphan=False) for look in looks]
+                looks = Looks(1)
+                store.blocks.look(store.segments.all[inode.segment], [inode.inode], looks)
+                look = looks.all[0]
+                state[f"look at {path}"] = (look.pages, look.pages_all, look.use, look.open, look.held, look.busy)
         add("pool", {
             "last version": names.last_version, "in flight": len(store.blocks.versions.all_in_flight()),
             "tick": store.segments.tick, "dirty": tuple(sorted(plane.dirty_files())), "lead": names.lead(),

@@ -23,13 +23,12 @@ from kvfs.store.eviction import (
     TICKS_PER_POOL,
     LeastLoss,
     Lost,
-    worth_copying,
 )
 from kvfs.store.fsck import fsck
 from kvfs.store.learning import Learner
 from kvfs.store.segment import State
 from kvfs.store.store import Store
-from kvfs.worth import AGES, TICK_MASK, WORTH_CLASSES, Use, Weights, Worths, class_of
+from kvfs.worth import AGES, TICK_MASK, WORTH_CLASSES, ChooseBy, Looks, Weights, Worths, class_of, word_of
 
 # Sparse: 32 MiB have 8,192 leaves, so a header of this many pages and no data.
 BIG, HEADER_PAGES = 32 << 20, 18
@@ -60,13 +59,31 @@ def choose(policy: LeastLoss, segments: dict[int, list[tuple[int, int]]], tick: 
     return min(segments, key=lost.__getitem__)
 
 
-def carry(policy: LeastLoss, uses: list[tuple[int, int]], budget: float, tick: int) -> list[int]:
-    return worth_copying(policy.worths().of(uses, tick), policy.price(budget))
+def looked(uses: Sequence[tuple[int, int]], orphan: bool = False) -> Looks:
+    """Blocks of one page, numbered from 0 on."""
+    looks = Looks(len(uses))
+    for i, use in enumerate(uses):
+        look = looks.all[i]
+        look.inode, look.pages, look.pages_all, look.use, look.orphan = i, 1, 1, word_of(use), orphan
+    return looks
+
+
+def worths_of(worths: Worths, uses: Sequence[tuple[int, int]], tick: int, orphan: bool = False) -> list[float]:
+    looks = looked(uses, orphan)
+    looks.weigh(worths, tick)
+    return [looks.all[i].worth for i in range(looks.count)]
+
+
+def carry(policy: LeastLoss, uses: list[tuple[int, int]], budget: float, tick: int, most: int = 1 << 32) -> list[int]:
+    """The blocks that are worth a copy, in their order; at most so many."""
+    looks = looked(uses)
+    looks.weigh(policy.worths(), tick)
+    return looks.choose(ChooseBy.WORTH, policy.price(budget), most).kept
 
 
 def lose(policy: LeastLoss, count: int = 200, uses: Sequence[tuple[int, int]] = ((0, 0),) * 10) -> LeastLoss:
     for _ in range(count):
-        policy.gone(Lost([Use(*use) for use in uses], [False] * len(uses), 1.0), 1000)
+        policy.gone(Lost(sum(worths_of(policy.worths(), uses, 1000)), len(uses), 1.0))
     return policy
 
 
@@ -105,14 +122,14 @@ def test_classes_and_ages_of_a_table() -> None:
     worths = Worths([[float(age) for age in AGES]] * WORTH_CLASSES, 0.25)
     uses = [(1 << 20, hits) for hits in (0, 1, 2, 3, 100)]
     for age in (0, 3, 5, 100, 1023, 40_000):
-        assert worths.of(uses, (1 << 20) + age) == pytest.approx([age] * 5)
-        assert worths.of(uses, (1 << 20) + age, [True] * 5) == pytest.approx([age / 4] * 5)
-    assert worths.of([], 5) == []
+        assert worths_of(worths, uses, (1 << 20) + age) == pytest.approx([age] * 5)
+        assert worths_of(worths, uses, (1 << 20) + age, True) == pytest.approx([age / 4] * 5)
+    assert worths_of(worths, [], 5) == []
 
 
 def test_before_anything_is_learnt_older_blocks_are_worth_less() -> None:
     worths = LeastLoss().worths()
-    some = [worths.of([(0, hits)], age)[0] for hits in (0, 3, 20) for age in (0, 10, 100, 1000, 10_000)]
+    some = [worths_of(worths, [(0, hits)], age)[0] for hits in (0, 3, 20) for age in (0, 10, 100, 1000, 10_000)]
     assert some[:5] == sorted(some[:5], reverse=True) and some[:5] == some[5:10] == some[10:]
 
 
@@ -154,7 +171,8 @@ def test_what_can_be_copied_is_not_what_a_segment_is_worth() -> None:
 def test_what_is_worth_a_copy_is_carried_the_best_first_and_heads_before_tails() -> None:
     policy = lose(LeastLoss(), uses=[(500, 0)] * 10)
     uses = [(400, 0), (990, 1), (990, 1), (999, 3), (500, 0)]
-    assert carry(policy, uses, 10.0, 1000) == [3, 1, 2]
+    kept = [carry(policy, uses, 10.0, 1000, most) for most in range(5)]
+    assert kept == [[], [3], [1, 3], [1, 2, 3], [1, 2, 3]]
     assert carry(policy, uses, 0.0, 1000) == []
     # Little is left of the budget: only the best is worth it.
     assert carry(policy, [(800, 0), (999, 3)], 0.05, 1000) == [1]

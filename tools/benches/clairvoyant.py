@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 from benches.segments import Segments
 from kvfs.replay.invent import Prompts
+from kvfs.store.eviction import Lost
+from kvfs.worth import Looks
 
 # As the pool's policy does: a copy must be worth so many times the mean loss by the page, more as the budget runs out.
 _COPY_FACTOR, _BUDGET_LOW, _SMOOTHING = 1.0, 0.3, 0.05
@@ -59,6 +61,12 @@ class _Foreseeing(Segments):
         places = (self._next[block] for block in blocks)
         return [1 / max(1, place - now) if place < never else 0.0 for place in places]
 
+    def _weigh(self, blocks: Sequence[int]) -> Looks:
+        looks = super()._weigh(blocks)
+        for i, worth in enumerate(self._worths(blocks)):
+            looks.all[i].worth = worth
+        return looks
+
     def _victim(self, price: float) -> int:
         least = self._least
 
@@ -76,9 +84,9 @@ class _Foreseeing(Segments):
                 best, victim = loss, segment
         return victim
 
-    def _gone(self, segment: int, lost: Sequence[int], share: float) -> None:
+    def _gone(self, segment: int, lost: Lost) -> None:
         self._least.pop(segment, None)
-        loss = sum(self._worths(lost)) * share / max(1, len(lost))
+        loss = lost.worth * lost.share / max(1, lost.blocks)
         self._gone_count += 1
         self._lost += (loss - self._lost) * max(_SMOOTHING, 1 / self._gone_count)
 

@@ -18,9 +18,8 @@ from kvfs.store.eviction import (
     EvictionPolicy,
     LeastLoss,
     Lost,
-    worth_copying,
 )
-from kvfs.worth import DONE_AGE, Ages, Use, Weights, word_of
+from kvfs.worth import DONE_AGE, Ages, ChooseBy, Looks, Use, Weights, word_of
 
 # As the pool has it (Segments.reserve, Evictor.low): left free for copies, and for writers.
 _RESERVE = 3
@@ -156,11 +155,15 @@ class Segments:
     def _price(self, budget: int) -> float:
         return self.policy.price(budget / self.area)
 
-    def _worths(self, blocks: Sequence[int]) -> list[float]:
-        return self.policy.worths().of([self.use(block) for block in blocks], self.tick, self._orphans(blocks))
-
-    def _orphans(self, blocks: Sequence[int]) -> list[bool]:
-        return [self._chains.is_orphan(self.slots[block]) for block in blocks]
+    def _weigh(self, blocks: Sequence[int]) -> Looks:
+        """A look at each of these blocks, with its worth."""
+        looks = Looks(len(blocks))
+        for i, block in enumerate(blocks):
+            look, slot = looks.all[i], self.slots[block]
+            look.inode, look.pages, look.pages_all = block, 1, 1
+            look.use, look.orphan = self._uses[slot], self._chains.is_orphan(slot)
+        looks.weigh(self.policy.worths(), self.tick)
+        return looks
 
     def _learn(self) -> None:
         """By what was there since the last time."""
@@ -181,17 +184,17 @@ class Segments:
         older = islice(self._closed, len(self._closed) - spared)
         return min(older, key=lambda segment: losses[self._at[segment]])
 
-    def _gone(self, segment: int, lost: Sequence[int], share: float) -> None:
-        self.policy.gone(Lost([self.use(block) for block in lost], self._orphans(lost), share), self.tick)
+    def _gone(self, segment: int, lost: Lost) -> None:
+        self.policy.gone(lost)
 
     def _evict(self) -> None:
         budget = self._budget.left(self.stored)
         price = self._price(budget)
         victim = self._victim(price)
         blocks = list(self._blocks[victim])
-        kept = {blocks[i] for i in worth_copying(self._worths(blocks), price)[: max(0, budget)]}
-        lost = [block for block in blocks if block not in kept]
-        self._gone(victim, lost, len(lost) / max(1, self.area - len(kept)))
+        choice = self._weigh(blocks).choose(ChooseBy.WORTH, price, budget)
+        kept = set(choice.kept)
+        self._gone(victim, Lost(choice.lost, choice.gone, choice.gone / max(1, self.area - len(kept))))
         del self._blocks[victim], self._closed[victim]
         self._free.append(self._at.pop(victim))
         self._budget.spend(len(kept))

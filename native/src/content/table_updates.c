@@ -210,13 +210,18 @@ int kvfs_inode_evict(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t 
     return total;
 }
 
-void kvfs_blocks_look(struct kvfs_plane *plane, uint32_t segment, const uint64_t *inodes, uint32_t count, struct kvfs_look *out) {
+uint32_t kvfs_blocks_look(struct kvfs_plane *plane, uint32_t segment, const uint64_t *inodes, uint32_t count, struct kvfs_look *out) {
+    uint32_t absent = 0;
     kvfs_names_begin(plane->names);
     for (uint32_t i = 0; i < count; i++) {
         struct kvfs_record at;
         const struct kvfs_inode_record *record = names_record(plane->names, inodes[i]);
         bool there = kvfs_table_find_inode(plane->table, inodes[i], &at) == 0;
-        out[i] = (struct kvfs_look){.inode = inodes[i], .open = (uint8_t)kvfs_inode_is_open(plane, inodes[i])};
+        int open = kvfs_inode_is_open(plane, inodes[i]);
+        out[i] = (struct kvfs_look){.inode = inodes[i], .open = (uint8_t)open};
+        out[i].held = open == KVFS_OPEN || open == KVFS_LEASED;
+        out[i].busy = open == KVFS_BEING_WRITTEN;
+        out[i].unnamed = !names_has(plane->names, inodes[i]);
         if (there) {
             out[i].use = atomic_load_explicit(&plane->uses[at.slot], memory_order_relaxed);
             out[i].orphan = kvfs_chains_orphans(plane->chains)[at.slot / 64] >> at.slot % 64 & 1;
@@ -224,14 +229,16 @@ void kvfs_blocks_look(struct kvfs_plane *plane, uint32_t segment, const uint64_t
         if (record) {
             out[i].pages = (uint32_t)record_pages(record, segment);
             out[i].pages_all = (uint32_t)record_pages(record, UINT32_MAX);
-        } else if (there && !names_has(plane->names, inodes[i]) && at.extent_count) {
+        } else if (there && out[i].unnamed && at.extent_count) {
             out[i].absent = 1;
-        } else if (there && !names_has(plane->names, inodes[i]) && at.kind == KVFS_KIND_FILE && at.flags & KVFS_INODE_SEALED) {
+            absent++;
+        } else if (there && out[i].unnamed && at.kind == KVFS_KIND_FILE && at.flags & KVFS_INODE_SEALED) {
             out[i].pages_all = at.header_pages + (uint32_t)pages_of(at.size);
             out[i].pages = at.segment == segment ? out[i].pages_all : 0;
         }
     }
     kvfs_names_end(plane->names);
+    return absent;
 }
 
 /* It has left the table: it leaves names and places. */
@@ -262,6 +269,7 @@ void kvfs_blocks_evict(struct kvfs_plane *plane, uint32_t segment, const uint64_
         uint64_t pages = block_evict(plane, segment, inodes[i]);
         gone[i] = pages > 0;
         evicted->blocks += gone[i];
+        evicted->unnamed += !gone[i] && !names_has(plane->names, inodes[i]);
         evicted->pages += pages;
     }
     kvfs_names_end(plane->names);

@@ -1,7 +1,11 @@
-/* The worth of blocks, and the loss of segments that go. Every block is looked at: with as little as can be for each. */
+/* The worth of blocks, the loss of segments that go, and which of a segment's blocks stay. Every block is looked at: with as little as can be for
+ * each. */
 #include "kvfs_worth.h"
 
+#include <errno.h>
 #include <math.h>
+#include <stdbool.h>
+#include <stdlib.h>
 #include <string.h>
 
 #define TICK_MASK 0xffffffu
@@ -69,13 +73,6 @@ static inline float worth_of(const struct lines *lines, struct aged at) {
     return lines->start[at.row][at.index] + lines->slope[at.row][at.index] * (float)at.age;
 }
 
-void kvfs_worth(const struct kvfs_worths *worths, uint32_t tick, const uint32_t *uses, const uint8_t *orphans, uint32_t count, float *out) {
-    struct lines lines;
-    lines_make(worths, &lines);
-    for (uint32_t i = 0; i < count; i++)
-        out[i] = worth_of(&lines, aged_of(&lines, tick, uses[i])) * (orphans && orphans[i] ? worths->orphan : 1);
-}
-
 void kvfs_worth_count(struct kvfs_ages *ages, uint32_t tick, const uint32_t *uses, uint32_t count) {
     for (uint32_t i = 0; i < count; i++) {
         uint32_t age = age_of(tick, uses[i]);
@@ -113,4 +110,124 @@ void kvfs_losses(const struct kvfs_weight *segments, uint32_t count, uint64_t ar
         else
             out[i] = live > pages ? loss * (live / pages) / size : loss / (size + pages - live);
     }
+}
+
+/* ---- which blocks of a segment stay ---- */
+
+void kvfs_looks_weigh(const struct kvfs_worths *worths, uint32_t tick, struct kvfs_look *looks, uint32_t count) {
+    struct lines lines;
+    lines_make(worths, &lines);
+    for (uint32_t i = 0; i < count; i++)
+        looks[i].worth = (double)(worth_of(&lines, aged_of(&lines, tick, looks[i].use)) * (looks[i].orphan ? worths->orphan : 1));
+}
+
+struct candidate {
+    double worth;
+    uint32_t at;
+    bool kept;
+};
+
+struct unit {
+    uint64_t pages, pages_all;
+    bool kept;
+};
+
+static int dearest_first(const void *a, const void *b) {
+    const struct candidate *x = a, *y = b;
+    if (x->worth != y->worth)
+        return x->worth < y->worth ? 1 : -1;
+    return x->at < y->at ? -1 : x->at > y->at;
+}
+
+static int first_first(const void *a, const void *b) {
+    const struct candidate *x = a, *y = b;
+    return x->at < y->at ? -1 : x->at > y->at;
+}
+
+/* It stays, whatever it is worth. */
+static bool look_stays(const struct kvfs_look *look, const struct kvfs_choice *choice) {
+    return look->held || (choice->by == KVFS_CHOOSE_HITS && look->use & 0xff);
+}
+
+/* The blocks that may be kept for their worth. Their units come to know how large they are. */
+static uint32_t candidates_find(const struct kvfs_look *looks, uint32_t count, const struct kvfs_choice *choice, struct candidate *found,
+                                struct unit *units) {
+    uint32_t candidates = 0;
+    for (uint32_t i = 0; i < count; i++) {
+        const struct kvfs_look *look = &looks[i];
+        if (!look->pages || look_stays(look, choice))
+            continue;
+        struct unit *unit = look->unit && look->unit <= choice->units ? &units[look->unit] : NULL;
+        if (unit) {
+            unit->pages += look->pages;
+            unit->pages_all += look->pages_all;
+        }
+        if (look->worth > choice->price)
+            found[candidates++] = (struct candidate){look->worth, i, false};
+    }
+    return candidates;
+}
+
+/* Keep as many as the budget allows. Of a unit the first that comes decides for all: they are worth the same. */
+static void candidates_keep(const struct kvfs_look *looks, struct kvfs_choice *choice, struct candidate *found, uint32_t count, struct unit *units) {
+    qsort(found, count, sizeof(*found), dearest_first);
+    for (uint32_t i = 0; i < count; i++) {
+        const struct kvfs_look *look = &looks[found[i].at];
+        struct unit alone = {look->pages, look->pages_all, false};
+        struct unit *unit = look->unit && look->unit <= choice->units ? &units[look->unit] : &alone;
+        if (!unit->kept && choice->copied_pages + unit->pages_all <= choice->budget) {
+            unit->kept = true;
+            choice->kept_pages += unit->pages;
+            choice->copied_pages += unit->pages_all;
+        }
+        found[i].kept = unit->kept;
+    }
+    qsort(found, count, sizeof(*found), first_first);
+}
+
+int kvfs_looks_choose(const struct kvfs_look *looks, uint32_t count, struct kvfs_choice *choice, uint64_t *copies) {
+    struct kvfs_choice chosen = {.price = choice->price, .budget = choice->budget, .units = choice->units, .by = choice->by};
+    for (uint32_t i = 0; i < count; i++) {
+        chosen.busy += looks[i].busy;
+        chosen.unnamed += looks[i].unnamed;
+    }
+    *choice = chosen;
+    if (chosen.busy)
+        return 0;
+    struct candidate *found = NULL;
+    struct unit *units = NULL;
+    uint32_t candidates = 0;
+    if (chosen.by == KVFS_CHOOSE_WORTH) {
+        found = calloc((size_t)count + 1, sizeof(*found));
+        units = calloc((size_t)chosen.units + 1, sizeof(*units));
+        if (!found || !units) {
+            free(found);
+            free(units);
+            return -ENOMEM;
+        }
+        candidates = candidates_find(looks, count, &chosen, found, units);
+        candidates_keep(looks, &chosen, found, candidates, units);
+    }
+    for (uint32_t i = 0; i < count; i++)
+        if (looks[i].pages && look_stays(&looks[i], &chosen)) {
+            chosen.held_pages += looks[i].pages_all;
+            copies[chosen.held++] = looks[i].inode;
+        }
+    uint32_t next = 0;
+    for (uint32_t i = 0; i < count; i++) {
+        if (!looks[i].pages || look_stays(&looks[i], &chosen))
+            continue;
+        bool kept = next < candidates && found[next].at == i && found[next].kept;
+        next += next < candidates && found[next].at == i;
+        if (kept)
+            copies[chosen.held + chosen.kept++] = looks[i].inode;
+        else {
+            chosen.lost += looks[i].worth;
+            chosen.gone++;
+        }
+    }
+    free(found);
+    free(units);
+    *choice = chosen;
+    return 0;
 }

@@ -1,0 +1,115 @@
+"""Which blocks of a segment stay when it is emptied: C's choice against a plain one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+from typing import NamedTuple
+
+from kvfs.types import InodeNumber
+from kvfs.worth import Choice, ChooseBy, Looks
+
+
+@dataclass
+class Block:
+    number: int
+    pages: int  # in the segment
+    pages_all: int
+    worth: float
+    hits: int
+    unit: int = 0
+    held: bool = False
+    busy: bool = False
+    unnamed: bool = False
+
+
+class Limits(NamedTuple):
+    by: ChooseBy
+    price: float
+    budget: int
+
+
+def plain_choice(blocks: list[Block], limits: Limits) -> Choice:
+    """As the evictor chose in Python: sort what is worth more than the price, then take what the budget allows."""
+    by, price, budget = limits
+    there = [block for block in blocks if block.pages]
+    held = [block for block in there if block.held or (by is ChooseBy.HITS and block.hits)]
+    others = [block for block in there if block not in held]
+    mates: dict[int, list[int]] = {}
+    for i, block in enumerate(others):
+        if block.unit:
+            mates.setdefault(block.unit, []).append(i)
+    kept: set[int] = set()
+    copied = 0
+    dear = [i for i, block in enumerate(others) if by is ChooseBy.WORTH and block.worth > price]
+    for i in sorted(dear, key=lambda i: -others[i].worth):
+        unit = mates.get(others[i].unit, [i])
+        size = sum(others[j].pages_all for j in unit)
+        if i not in kept and copied + size <= budget:
+            copied += size
+            kept.update(unit)
+    gone = [i for i in range(len(others)) if i not in kept]
+    return Choice(
+        held=[InodeNumber(block.number) for block in held],
+        kept=[InodeNumber(others[i].number) for i in sorted(kept)],
+        held_pages=sum(block.pages_all for block in held),
+        kept_pages=sum(others[i].pages for i in kept),
+        copied_pages=copied,
+        lost=sum((others[i].worth for i in gone), 0.0),
+        gone=len(gone),
+        busy=any(block.busy for block in blocks),
+        unnamed=any(block.unnamed for block in blocks),
+    )
+
+
+def drawn_blocks(random: Random) -> tuple[list[Block], int]:
+    """Many of equal worth. The blocks of a unit are worth the same: as much as the best of them."""
+    blocks = []
+    for number in range(random.choice((0, 1, 7, 40, 130))):
+        pages = random.choice((0, 1, 1, 2, 129))
+        worth = random.choice((0.0, 0.25, random.random(), random.random() * 1e-6))
+        blocks.append(Block(
+            number + 7, pages, pages + random.choice((0, 0, 3)), worth, random.choice((0, 0, 2)),
+            held=random.random() < 0.1, unnamed=random.random() < 0.002,
+        ))  # fmt: skip
+    units = random.choice((0, 0, 3, 20))
+    of_unit = {unit: (random.random(), random.choice((0, 1)), random.random() < 0.1) for unit in range(1, units + 1)}
+    for block in blocks:
+        block.unit = random.choice((0, random.randint(1, units))) if units else 0
+        if block.unit:
+            block.worth, block.hits, block.held = of_unit[block.unit]
+    return blocks, units
+
+
+def chosen(blocks: list[Block], units: int, limits: Limits) -> Choice:
+    looks = Looks(len(blocks))
+    for i, block in enumerate(blocks):
+        look = looks.all[i]
+        look.inode, look.pages, look.pages_all, look.use = block.number, block.pages, block.pages_all, block.hits
+        look.worth, look.unit = block.worth, block.unit
+        look.held, look.busy, look.unnamed = block.held, block.busy, block.unnamed
+    return looks.choose(limits.by, limits.price, limits.budget, units)
+
+
+def test_the_choice_is_that_of_a_plain_model() -> None:
+    random = Random(5)
+    kept = partly = 0
+    for _ in range(3000):
+        blocks, units = drawn_blocks(random)
+        price = random.choice((0.0, 0.1, 0.5, float("inf"), -1.0))
+        limits = Limits(random.choice(list(ChooseBy)), price, random.choice((0, 5, 200, 1 << 40)))
+        found = chosen(blocks, units, limits)
+        assert found == plain_choice(blocks, limits), (blocks, limits)
+        kept += bool(found.kept)
+        partly += bool(found.kept and found.copied_pages < sum(b.pages_all for b in blocks if b.worth > price))
+    assert kept > 300 and partly > 100
+
+
+def test_nothing_is_chosen_where_one_is_busy() -> None:
+    blocks = [Block(5, 1, 1, 1.0, 1), Block(6, 0, 0, 1.0, 1, busy=True)]
+    found = chosen(blocks, 0, Limits(ChooseBy.WORTH, 0.0, 10))
+    assert found.busy and not found.kept and not found.held and not found.gone
+
+
+def test_a_budget_that_is_overdrawn_allows_nothing() -> None:
+    assert chosen([Block(5, 1, 1, 1.0, 1)], 0, Limits(ChooseBy.WORTH, 0.0, -3)).kept == []
