@@ -200,35 +200,36 @@ class Evictor:
 
         Segments opened since then are left out: pinned blocks that cannot lie closer together would be copied for ever.
         """
-        freed = 0
-        turns = trio.Semaphore(at_once)
+        freed, choosing = 0, trio.Lock()
 
-        async def evict(segment: Segment) -> None:
+        async def work(newest: int, nursery: trio.Nursery) -> None:
             nonlocal freed
-            try:
-                if await self._evict(segment):
-                    freed += 1
-                else:
-                    segment.avoid_until = trio.current_time() + _AVOID_S
-            finally:
-                self._emptying -= 1
-            self._segments.need_flush.set()
-            await trio.lowlevel.checkpoint()
-            turns.release()
 
-        try:
-            async with self._lock, trio.open_nursery() as nursery:
-                newest = max((s.generation for s in self._segments.own), default=0)
-                while True:
-                    await turns.acquire()
-                    if enough():
-                        break
-                    segment = await self._choose(newest)
+            def another() -> None:
+                """Copies wait for devices: meanwhile others empty other segments."""
+                if len(nursery.child_tasks) < at_once:
+                    nursery.start_soon(work, newest, nursery)
+
+            while True:
+                async with choosing:
+                    segment = None if enough() else await self._choose(newest)
                     if segment is None:
                         break
                     segment.state = State.EVICTING
                     self._emptying += 1
-                    nursery.start_soon(evict, segment)
+                try:
+                    if await self._evict(segment, before_copies=another):
+                        freed += 1
+                    else:
+                        segment.avoid_until = trio.current_time() + _AVOID_S
+                finally:
+                    self._emptying -= 1
+                self._segments.need_flush.set()
+
+        try:
+            async with self._lock, trio.open_nursery() as nursery:
+                newest = max((s.generation for s in self._segments.own), default=0)
+                nursery.start_soon(work, newest, nursery)
         except BaseExceptionGroup as group:
             raise first_error(group) from None
         return freed
@@ -395,7 +396,7 @@ class Evictor:
 
     async def _evict(
         self, segment: Segment, *, drain: bool = False, clear: bool = False,
-        lost: Callable[[int], None] = lambda count: None,
+        lost: Callable[[int], None] = lambda count: None, before_copies: Callable[[], None] = lambda: None,
     ) -> bool:  # fmt: skip
         """Empty one segment, which is EVICTING, and free it. False if too much of it must stay; then it is CLOSED
         again. `clear`: what need not stay goes first, and in any case."""
@@ -415,11 +416,15 @@ class Evictor:
                         return False
                 by = ChooseBy.HELD if turn else ChooseBy.HITS if drain else ChooseBy.WORTH
                 choice = await self._decide(segment, inodes, groups, by, however_much=drain)
-                if choice is None or not await self._carry_all(choice.held):
+                if choice is None:
                     return False
-                # Those for which there is no room go: nothing would ever be freed if eviction waited for it.
-                await self._carry_all(choice.kept)
-                await self._look_at(groups)
+                if choice.held or choice.kept:
+                    before_copies()
+                    if not await self._carry_all(choice.held):
+                        return False
+                    # Those for which there is no room go: nothing would ever be freed if eviction waited for it.
+                    await self._carry_all(choice.kept)
+                    await self._look_at(groups)
                 gone = await self._drop_blocks(segment, inodes, groups, in_memory=not choice.unnamed)
                 removed += gone
                 if gone == len(inodes) and not groups:  # nothing comes to a segment that is EVICTING
@@ -493,7 +498,8 @@ class Evictor:
         budget, price = 0, 0.0
         if by is ChooseBy.WORTH:
             looks.weigh(self._policy.worths(), self._segments.tick)
-            budget, price = self._budget_pages(), self._policy.price(self._budget_segments())
+            budget = self._budget_pages()
+            price = self._policy.price(budget / self._segments.area)
         try:
             choice = looks.choose(by, price, budget, units)
         except MemoryError:
@@ -580,13 +586,14 @@ class Evictor:
         batches += [
             (None, numbers[at : at + _GROUP_MAX]) for numbers in together for at in range(0, len(numbers), _GROUP_MAX)
         ]
-        for where, batch in batches:
+        for i, (where, batch) in enumerate(batches):
+            if i:
+                await trio.lowlevel.checkpoint()
             if segment.lost:
                 break
             if not in_memory or where is None:
                 self._index.bring(batch)  # the index is read before the step, not within
             removed += self._drop_some(where, batch)
-            await trio.lowlevel.checkpoint()
         return removed
 
     @step
