@@ -126,15 +126,15 @@ class Looks:
         self.count = count
         self.all: Any = ffi.new("struct kvfs_look[]", count)
 
-    def weigh(self, worths: Worths, tick: int) -> None:
-        lib.kvfs_looks_weigh(worths.table, tick & TICK_MASK, self.all, self.count)
-
-    def choose(self, by: ChooseBy, price: float = 0.0, budget: int = 0, units: int = 0) -> Choice:
-        """Choose which blocks stay. price: a block must be worth more. budget: of pages to copy. units: the last one of
-        those that blocks have. MemoryError."""
+    def choose(
+        self, by: ChooseBy, worths: Worths | None, tick: int, price: float = 0.0, budget: int = 0, units: int = 0
+    ) -> Choice:
+        """Choose which blocks stay. worths: None: the blocks' are set already. price: a block must be worth more.
+        budget: of pages to copy. units: the last one of those that blocks have. MemoryError."""
         out, copies = ffi.new("struct kvfs_choice *"), ffi.new("uint64_t[]", self.count)
-        out.price, out.budget, out.units, out.by = price, max(0, budget), units, by
-        if lib.kvfs_looks_choose(self.all, self.count, out, copies) < 0:
+        out.price, out.budget, out.tick, out.units, out.by = price, max(0, budget), tick & TICK_MASK, units, by
+        table = ffi.NULL if worths is None else worths.table
+        if lib.kvfs_looks_choose(table, self.all, self.count, out, copies) < 0:
             raise MemoryError
         stay = cast(list[InodeNumber], ffi.unpack(copies, out.held + out.kept)) if out.held + out.kept else []
         return Choice(

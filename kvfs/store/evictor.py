@@ -424,7 +424,7 @@ class Evictor:
                         return False
                     # Those for which there is no room go: nothing would ever be freed if eviction waited for it.
                     await self._carry_all(choice.kept)
-                    await self._look_at(groups)
+                await self._look_at(groups)
                 gone = await self._drop_blocks(segment, inodes, groups, in_memory=not choice.unnamed)
                 removed += gone
                 if gone == len(inodes) and not groups:  # nothing comes to a segment that is EVICTING
@@ -495,13 +495,10 @@ class Evictor:
         if busy := self._sealing.busy_of(inodes):
             for i, number in enumerate(inodes):
                 looks.all[i].busy |= number in busy and looks.all[i].pages > 0
-        budget, price = 0, 0.0
-        if by is ChooseBy.WORTH:
-            looks.weigh(self._policy.worths(), self._segments.tick)
-            budget = self._budget_pages()
-            price = self._policy.price(budget / self._segments.area)
+        budget = self._budget_pages() if by is ChooseBy.WORTH else 0
+        price = self._policy.price(budget / self._segments.area)
         try:
-            choice = looks.choose(by, price, budget, units)
+            choice = looks.choose(by, self._policy.worths(), self._segments.tick, price, budget, units)
         except MemoryError:
             log.warning("segment %d stays: no memory to choose among %d blocks", segment.index, len(inodes))
             return None
@@ -574,8 +571,8 @@ class Evictor:
         in_memory: bool = False,
     ) -> int:
         """Take the blocks that are still there out of the table and the index, and with them the rest of their groups.
-        Blocks that were opened meanwhile stay, and so does a group with such a block. in_memory: so were their records
-        a moment ago."""
+        Blocks that were opened meanwhile stay, and so does a group with such a block. `in_memory`: their records were
+        there a moment ago."""
         removed = 0
         alone, together = self._by_groups(segment, inodes, groups)
         # Where Python looks at each block, a step of as many would be long.

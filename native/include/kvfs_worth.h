@@ -74,9 +74,6 @@ struct kvfs_look {
     uint8_t busy; /* it cannot even be copied now: being written, or as the caller says */
     uint8_t reserved[2];
 };
-/* Set the worths of blocks at a tick. */
-void kvfs_looks_weigh(const struct kvfs_worths *worths, uint32_t tick, struct kvfs_look *looks, uint32_t count);
-
 enum kvfs_choose_by {
     KVFS_CHOOSE_HELD,  /* keep what is held alone */
     KVFS_CHOOSE_HITS,  /* and all that had a hit, as if it was held */
@@ -85,8 +82,10 @@ enum kvfs_choose_by {
 struct kvfs_choice {
     double price;    /* in, as are those up to `by` */
     uint64_t budget; /* of pages copied */
+    uint32_t tick;   /* now */
     uint32_t units;  /* the last unit */
     uint32_t by;     /* enum kvfs_choose_by */
+    uint32_t reserved;
     /* Out. */
     double lost;           /* the worth of those that go */
     uint64_t held_pages;   /* in all segments */
@@ -95,9 +94,10 @@ struct kvfs_choice {
     uint32_t busy;         /* blocks that are: then nothing can be done, and the rest is not set */
     uint32_t unnamed;
     uint32_t held, kept, gone; /* blocks */
-    uint32_t reserved;
+    uint32_t reserved_out;
 };
-/* Choose. copies: room for `count` inodes; those that are held, then those that are kept for their worth, both in the order of `looks`. -ENOMEM. */
-int kvfs_looks_choose(const struct kvfs_look *looks, uint32_t count, struct kvfs_choice *choice, uint64_t *copies);
+/* Set the worths of the blocks (not where `worths` is NULL: then they are as the caller says), and choose. copies: room for `count` inodes; those that
+ * are held, then those that are kept for their worth, both in the order of `looks`. -ENOMEM. */
+int kvfs_looks_choose(const struct kvfs_worths *worths, struct kvfs_look *looks, uint32_t count, struct kvfs_choice *choice, uint64_t *copies);
 
 #endif

@@ -25,7 +25,8 @@ static void worths_fill(void) {
 
 static double worth_at(uint32_t tick, uint32_t use, bool orphan) {
     struct kvfs_look look = {.use = use, .orphan = orphan};
-    kvfs_looks_weigh(&worths, tick, &look, 1);
+    struct kvfs_choice choice = {.tick = tick, .by = KVFS_CHOOSE_HELD};
+    CHECK(kvfs_looks_choose(&worths, &look, 1, &choice, &(uint64_t){0}) == 0);
     return look.worth;
 }
 
@@ -123,23 +124,23 @@ static void blocks_stay_that_are_held_or_worth_their_copy(void) {
     enum { COUNT = sizeof(looks) / sizeof(looks[0]) };
     uint64_t copies[COUNT];
     struct kvfs_choice choice = {.price = 1, .budget = 7, .units = 2, .by = KVFS_CHOOSE_WORTH};
-    CHECK(kvfs_looks_choose(looks, COUNT, &choice, copies) == 0);
+    CHECK(kvfs_looks_choose(NULL, looks, COUNT, &choice, copies) == 0);
     CHECK(choice.held == 1 && choice.kept == 3 && choice.gone == 2 && choice.unnamed == 1 && choice.held_pages == 1);
     CHECK(copies[0] == 12 && copies[1] == 10 && copies[2] == 11 && copies[3] == 15); /* of 10 and 13 the older one */
     CHECK(choice.copied_pages == 7 && choice.kept_pages == 4 && choice.lost == 4);
     choice.budget = 4; /* the unit has 5 pages: none of it stays, and what is worth less does */
-    CHECK(kvfs_looks_choose(looks, COUNT, &choice, copies) == 0);
+    CHECK(kvfs_looks_choose(NULL, looks, COUNT, &choice, copies) == 0);
     CHECK(choice.kept == 2 && copies[1] == 10 && copies[2] == 13 && choice.copied_pages == 4 && choice.lost == 11);
     choice.price = HUGE_VAL;
-    CHECK(kvfs_looks_choose(looks, COUNT, &choice, copies) == 0 && choice.kept == 0 && choice.held == 1 && choice.gone == 5);
+    CHECK(kvfs_looks_choose(NULL, looks, COUNT, &choice, copies) == 0 && choice.kept == 0 && choice.held == 1 && choice.gone == 5);
     choice.by = KVFS_CHOOSE_HITS;
-    CHECK(kvfs_looks_choose(looks, COUNT, &choice, copies) == 0);
+    CHECK(kvfs_looks_choose(NULL, looks, COUNT, &choice, copies) == 0);
     CHECK(choice.held == 2 && choice.held_pages == 3 && copies[0] == 12 && copies[1] == 13 && choice.kept == 0);
     choice.by = KVFS_CHOOSE_HELD;
-    CHECK(kvfs_looks_choose(looks, COUNT, &choice, copies) == 0 && choice.held == 1 && choice.kept == 0);
+    CHECK(kvfs_looks_choose(NULL, looks, COUNT, &choice, copies) == 0 && choice.held == 1 && choice.kept == 0);
     looks[4].busy = 1;
-    CHECK(kvfs_looks_choose(looks, COUNT, &choice, copies) == 0 && choice.busy == 1);
-    CHECK(kvfs_looks_choose(looks, 0, &choice, copies) == 0 && !choice.busy && !choice.held && !choice.gone);
+    CHECK(kvfs_looks_choose(NULL, looks, COUNT, &choice, copies) == 0 && choice.busy == 1);
+    CHECK(kvfs_looks_choose(NULL, looks, 0, &choice, copies) == 0 && !choice.busy && !choice.held && !choice.gone);
 }
 
 static uint64_t place_of(const struct kvfs_table *table, uint64_t inode) {

@@ -88,7 +88,7 @@ def chosen(blocks: list[Block], units: int, limits: Limits) -> Choice:
         look.inode, look.pages, look.pages_all, look.use = block.number, block.pages, block.pages_all, block.hits
         look.worth, look.unit = block.worth, block.unit
         look.held, look.busy, look.unnamed = block.held, block.busy, block.unnamed
-    return looks.choose(limits.by, limits.price, limits.budget, units)
+    return looks.choose(limits.by, None, 0, limits.price, limits.budget, units)
 
 
 def test_the_choice_is_that_of_a_plain_model() -> None:

@@ -70,15 +70,13 @@ def looked(uses: Sequence[tuple[int, int]], orphan: bool = False) -> Looks:
 
 def worths_of(worths: Worths, uses: Sequence[tuple[int, int]], tick: int, orphan: bool = False) -> list[float]:
     looks = looked(uses, orphan)
-    looks.weigh(worths, tick)
+    looks.choose(ChooseBy.HELD, worths, tick)
     return [looks.all[i].worth for i in range(looks.count)]
 
 
 def carry(policy: LeastLoss, uses: list[tuple[int, int]], budget: float, tick: int, most: int = 1 << 32) -> list[int]:
     """The blocks that are worth a copy, in their order; at most so many."""
-    looks = looked(uses)
-    looks.weigh(policy.worths(), tick)
-    return looks.choose(ChooseBy.WORTH, policy.price(budget), most).kept
+    return looked(uses).choose(ChooseBy.WORTH, policy.worths(), tick, policy.price(budget), most).kept
 
 
 def lose(policy: LeastLoss, count: int = 200, uses: Sequence[tuple[int, int]] = ((0, 0),) * 10) -> LeastLoss:

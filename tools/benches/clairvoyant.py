@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from benches.segments import Segments
 from kvfs.replay.invent import Prompts
 from kvfs.store.eviction import Lost
-from kvfs.worth import Looks
+from kvfs.worth import Choice, ChooseBy
 
 # As the pool's policy does: a copy must be worth so many times the mean loss by the page, more as the budget runs out.
 _COPY_FACTOR, _BUDGET_LOW, _SMOOTHING = 1.0, 0.3, 0.05
@@ -61,11 +61,11 @@ class _Foreseeing(Segments):
         places = (self._next[block] for block in blocks)
         return [1 / max(1, place - now) if place < never else 0.0 for place in places]
 
-    def _weigh(self, blocks: Sequence[int]) -> Looks:
-        looks = super()._weigh(blocks)
+    def _choose(self, blocks: Sequence[int], price: float, budget: int) -> Choice:
+        looks = self._look(blocks)
         for i, worth in enumerate(self._worths(blocks)):
             looks.all[i].worth = worth
-        return looks
+        return looks.choose(ChooseBy.WORTH, None, 0, price, budget)
 
     def _victim(self, price: float) -> int:
         least = self._least

@@ -19,7 +19,7 @@ from kvfs.store.eviction import (
     LeastLoss,
     Lost,
 )
-from kvfs.worth import DONE_AGE, Ages, ChooseBy, Looks, Use, Weights, word_of
+from kvfs.worth import DONE_AGE, Ages, Choice, ChooseBy, Looks, Use, Weights, word_of
 
 # As the pool has it (Segments.reserve, Evictor.low): left free for copies, and for writers.
 _RESERVE = 3
@@ -155,14 +155,15 @@ class Segments:
     def _price(self, budget: int) -> float:
         return self.policy.price(budget / self.area)
 
-    def _weigh(self, blocks: Sequence[int]) -> Looks:
-        """A look at each of these blocks, with its worth."""
+    def _choose(self, blocks: Sequence[int], price: float, budget: int) -> Choice:
+        return self._look(blocks).choose(ChooseBy.WORTH, self.policy.worths(), self.tick, price, budget)
+
+    def _look(self, blocks: Sequence[int]) -> Looks:
         looks = Looks(len(blocks))
         for i, block in enumerate(blocks):
             look, slot = looks.all[i], self.slots[block]
             look.inode, look.pages, look.pages_all = block, 1, 1
             look.use, look.orphan = self._uses[slot], self._chains.is_orphan(slot)
-        looks.weigh(self.policy.worths(), self.tick)
         return looks
 
     def _learn(self) -> None:
@@ -192,7 +193,7 @@ class Segments:
         price = self._price(budget)
         victim = self._victim(price)
         blocks = list(self._blocks[victim])
-        choice = self._weigh(blocks).choose(ChooseBy.WORTH, price, budget)
+        choice = self._choose(blocks, price, budget)
         kept = set(choice.kept)
         self._gone(victim, Lost(choice.lost, choice.gone, choice.gone / max(1, self.area - len(kept))))
         del self._blocks[victim], self._closed[victim]

@@ -114,7 +114,7 @@ void kvfs_losses(const struct kvfs_weight *segments, uint32_t count, uint64_t ar
 
 /* ---- which blocks of a segment stay ---- */
 
-void kvfs_looks_weigh(const struct kvfs_worths *worths, uint32_t tick, struct kvfs_look *looks, uint32_t count) {
+static void looks_weigh(const struct kvfs_worths *worths, uint32_t tick, struct kvfs_look *looks, uint32_t count) {
     struct lines lines;
     lines_make(worths, &lines);
     for (uint32_t i = 0; i < count; i++)
@@ -185,8 +185,10 @@ static void candidates_keep(const struct kvfs_look *looks, struct kvfs_choice *c
     qsort(found, count, sizeof(*found), first_first);
 }
 
-int kvfs_looks_choose(const struct kvfs_look *looks, uint32_t count, struct kvfs_choice *choice, uint64_t *copies) {
-    struct kvfs_choice chosen = {.price = choice->price, .budget = choice->budget, .units = choice->units, .by = choice->by};
+int kvfs_looks_choose(const struct kvfs_worths *worths, struct kvfs_look *looks, uint32_t count, struct kvfs_choice *choice, uint64_t *copies) {
+    struct kvfs_choice chosen = {.price = choice->price, .budget = choice->budget, .tick = choice->tick, .units = choice->units, .by = choice->by};
+    if (worths)
+        looks_weigh(worths, choice->tick, looks, count);
     for (uint32_t i = 0; i < count; i++) {
         chosen.busy += looks[i].busy;
         chosen.unnamed += looks[i].unnamed;
