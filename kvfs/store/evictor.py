@@ -482,8 +482,8 @@ class Evictor:
         *,
         however_much: bool,
     ) -> Choice | None:
-        """The blocks that must be carried over, and those that are worth it; None if the segment has to stay, as it
-        does where too much must, unless `however_much`."""
+        """Which blocks must be carried over, and which are worth it; None if the segment has to stay. It has to where
+        too much must be carried, unless `however_much`."""
         looks = Looks(len(inodes))
         for at in range(0, len(inodes), _LOOK_BATCH):
             if at:
