@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
+import pytest
+import trio
+import trio.testing
+from helpers import slowness
+from store_pools import OPTIONS, make_pool, names, verify_all, with_store, write
+
+from kvfs.store.segment import State
+from kvfs.store.store import Store
 from kvfs.types import InodeNumber
 from kvfs.worth import Choice, ChooseBy, Looks
 
@@ -113,3 +122,79 @@ def test_nothing_is_chosen_where_one_is_busy() -> None:
 
 def test_a_budget_that_is_overdrawn_allows_nothing() -> None:
     assert chosen([Block(5, 1, 1, 1.0, 1)], 0, Limits(ChooseBy.WORTH, 0.0, -3)).kept == []
+
+
+# ---- in a pool ----
+
+# Sparse: a block of the second has 18 pages of header, and no data.
+_SMALL, _LARGE = 1 << 20, 32 << 20
+
+
+async def closed_segments(store: Store, least: int) -> None:
+    """Fill segments with blocks, and close them."""
+    while sum(segment.state == State.CLOSED for segment in store.segments.own) < least:
+        await write(store, b"%06d" % store.segments.pages_written, _LARGE)
+    await store.sync()
+
+
+def test_blocks_go_whose_records_have_left_memory_after_the_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(store: Store) -> None:
+        blocks = [await write(store, b"%d" % i, _SMALL) for i in range(5)]
+        store.segments.retire_open()
+        await store.sync()
+        segment, free = store.segments.all[blocks[0].segment], store.segments.freed
+        assert segment.state == State.CLOSED
+        look, looks = store.blocks.look, 0
+
+        def forgetful(*arguments: object) -> None:
+            nonlocal looks
+            looks += 1
+            look(*arguments)  # type: ignore[arg-type]
+            store.plane.names.forget()
+
+        monkeypatch.setattr(store.blocks, "look", forgetful)
+        segment.state = State.EVICTING
+        assert await store.evictor._evict(segment)
+        assert store.segments.freed == free + 1 and names(store) == set() and segment.live_pages == 0
+        assert store.evictor.counters.blocks == 5 and looks == 1
+
+    with_store(make_pool(tmp_path / "pool"), work, OPTIONS)
+
+
+@pytest.mark.parametrize(("at_once", "others"), [(1, 0), (2, 3)])
+def test_other_segments_are_emptied_while_copies_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int, others: int
+) -> None:
+    async def work(store: Store) -> None:
+        await closed_segments(store, 6)
+        evictor, copies, go_on = store.evictor, trio.Event(), trio.Event()
+        first = min((s for s in store.segments.own if s.state == State.CLOSED), key=lambda s: s.generation)
+        await store.blocks.pin(store.index.segment_inodes(first.index)[0])
+        carry = store.sealing.carry
+
+        async def late(record: bytes) -> bool:
+            copies.set()
+            await go_on.wait()
+            return await carry(record)
+
+        monkeypatch.setattr(store.sealing, "carry", late)
+        before = evictor.counters.segments
+
+        def emptied() -> int:
+            return evictor.counters.segments - before
+
+        with trio.fail_after(60 * slowness()):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(lambda: evictor.free_until(lambda: emptied() >= 4, at_once=at_once))
+                await copies.wait()
+                while emptied() < others:
+                    await trio.sleep(0.01)
+                await trio.testing.wait_all_tasks_blocked(0.05)
+                assert first.state == State.EVICTING and emptied() in (others, others + 1)
+                go_on.set()
+        assert emptied() >= 4 and first.state == State.FREE
+        await verify_all(store)
+
+    with_store(make_pool(tmp_path / "pool"), work, OPTIONS)
