@@ -78,13 +78,11 @@ class Place(Protocol):
 
 
 class Evicted(NamedTuple):
-    """How many blocks left, with how many pages; for each inode 1 if it was one of them. And how many stayed as their
-    records are not in memory."""
+    """How many blocks left, with how many pages; and for each inode 1 if it was one of them."""
 
     blocks: int
     pages: int
     gone: bytes
-    unnamed: int
 
 
 class Removed(NamedTuple):

@@ -525,7 +525,7 @@ class Plane:
             lib.kvfs_group_evict(self._plane, *rest)
         else:
             lib.kvfs_blocks_evict(self._plane, segment, *rest)
-        return Evicted(out.blocks, out.pages, bytes(ffi.buffer(gone)), out.unnamed)
+        return Evicted(out.blocks, out.pages, bytes(ffi.buffer(gone)))
 
     def inode_is_open(self, inode: int) -> int:
         """An OpenState. Eviction may take an inode that is open beyond its users' shares."""

@@ -115,7 +115,6 @@ class Choice(NamedTuple):
     lost: float  # the worth of those that go
     gone: int  # blocks that go
     busy: bool  # one cannot even be copied now: then nothing can be done
-    unnamed: bool  # the record of one is not in memory
 
 
 class Looks:
@@ -139,5 +138,5 @@ class Looks:
         stay = cast(list[InodeNumber], ffi.unpack(copies, out.held + out.kept)) if out.held + out.kept else []
         return Choice(
             stay[: out.held], stay[out.held :], out.held_pages, out.kept_pages, out.copied_pages, out.lost, out.gone,
-            out.busy > 0, out.unnamed > 0,
+            out.busy > 0,
         )  # fmt: skip

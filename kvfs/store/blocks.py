@@ -449,9 +449,9 @@ class Blocks:
 
     # ---- eviction ----
 
-    @step
     def look(self, segment: Segment, numbers: Sequence[InodeNumber], looks: Looks, at: int = 0) -> None:
-        """Look at these inodes: into `looks` from `at` on. Those on a device that is away have no pages anywhere."""
+        """Look at these inodes: into `looks` from `at` on. Those on a device that is away have no pages anywhere. Not
+        within a step."""
         if self.plane.blocks_look(segment.index, numbers, looks, at):
             self.index.bring([number for i, number in enumerate(numbers, at) if looks.all[i].absent])
             self.plane.blocks_look(segment.index, numbers, looks, at)
@@ -460,27 +460,26 @@ class Blocks:
                 look = looks.all[i]
                 look.pages = look.pages_all = look.held = look.busy = 0
 
+    def bring_to_evict(self, numbers: Sequence[InodeNumber]) -> None:
+        """Have in memory what evict() needs of these, just before its step: no lock is held while the index is read
+        (I48)."""
+        self.index.bring(numbers)
+        if self.pins:
+            for parent in self.names.records(numbers, None).parents:
+                self.index.keep_above(InodeNumber(parent))
+
     @step
     def evict(self, segment: Segment | None, numbers: Sequence[InodeNumber]) -> Evicted:
-        """Blocks with a part in the segment leave block table, index and accounts. Open or pinned ones stay. Without a
-        segment they are one group, wherever they lie. Then all stay while one does. Hosts get notice soon."""
+        """Blocks with a part in the segment leave block table, index and accounts. Open or pinned ones stay, and those
+        whose records are not in memory. Without a segment they are one group, wherever they lie. Then all stay while
+        one does. Hosts get notice soon."""
         # Only then anything depends on what each of them was.
         before: dict[InodeNumber, bytes] = {}
-        looks_at_each = bool(self.pins) or self.index.removed_names is not None
-        if looks_at_each or segment is None:
-            self.index.bring(numbers)
-        if looks_at_each:
-            before = {number: record for number in numbers if (record := self.index.raw(number)) is not None}
+        if self.pins or self.index.removed_names is not None:
+            before = {n: record for n in numbers if (record := self.names.get(n)) and not self.index.hides(record)}
             free = [number for number, record in before.items() if not self.pins.holds(record)]
             numbers = [] if segment is None and len(free) < len(before) else free
-        where = None if segment is None else segment.index
-        evicted = self.plane.blocks_evict(where, numbers)
-        if evicted.unnamed and not looks_at_each:
-            self.index.bring(numbers)
-            blocks, pages, gone, _ = evicted
-            more = self.plane.blocks_evict(where, numbers)
-            both = bytes(a | b for a, b in zip(gone, more.gone, strict=True))
-            evicted = Evicted(blocks + more.blocks, pages + more.pages, both, more.unnamed)
+        evicted = self.plane.blocks_evict(None if segment is None else segment.index, numbers)
         self.segments.take_notes()
         if evicted.blocks:
             self._evicted.set()

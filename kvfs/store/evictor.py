@@ -425,7 +425,7 @@ class Evictor:
                     # Those for which there is no room go: nothing would ever be freed if eviction waited for it.
                     await self._carry_all(choice.kept)
                 await self._look_at(groups)
-                gone = await self._drop_blocks(segment, inodes, groups, in_memory=not choice.unnamed)
+                gone = await self._drop_blocks(segment, inodes, groups)
                 removed += gone
                 if gone == len(inodes) and not groups:  # nothing comes to a segment that is EVICTING
                     break
@@ -567,12 +567,9 @@ class Evictor:
         segment: Segment,
         inodes: Sequence[InodeNumber],
         groups: dict[InodeNumber, Group],
-        *,
-        in_memory: bool = False,
     ) -> int:
         """Take the blocks that are still there out of the table and the index, and with them the rest of their groups.
-        Blocks that were opened meanwhile stay, and so does a group with such a block. `in_memory`: their records were
-        there a moment ago."""
+        Blocks that were opened meanwhile stay, and so does a group with such a block."""
         removed = 0
         alone, together = self._by_groups(segment, inodes, groups)
         # Where Python looks at each block, a step of as many would be long.
@@ -588,8 +585,7 @@ class Evictor:
                 await trio.lowlevel.checkpoint()
             if segment.lost:
                 break
-            if not in_memory or where is None:
-                self._index.bring(batch)  # the index is read before the step, not within
+            self._blocks.bring_to_evict(batch)
             removed += self._drop_some(where, batch)
         return removed
 

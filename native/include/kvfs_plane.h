@@ -328,7 +328,7 @@ uint32_t kvfs_blocks_look(struct kvfs_plane *plane, uint32_t segment, const uint
  * gone[i] = 1 for blocks that left. */
 struct kvfs_evicted {
     uint32_t blocks;
-    uint32_t unnamed; /* stayed, as their records are not in memory */
+    uint32_t reserved; /* zero */
     uint64_t pages;
 };
 void kvfs_blocks_evict(struct kvfs_plane *plane, uint32_t segment, const uint64_t *inodes, uint32_t count, uint8_t *gone,

@@ -65,14 +65,13 @@ struct kvfs_look {
     uint32_t pages;     /* in the segment; 0: it has nothing */
     uint32_t pages_all; /* in all segments */
     uint32_t use;
-    uint32_t unit;   /* blocks of one unit, from 1 on, are kept together or go together; 0: it is alone. By the caller */
-    uint8_t open;    /* enum kvfs_open_state */
-    uint8_t absent;  /* 1: nothing else is known before kvfs_names_load() of its record */
-    uint8_t unnamed; /* 1: its record is not in memory: it cannot go */
+    uint32_t unit;  /* blocks of one unit, from 1 on, are kept together or go together; 0: it is alone. By the caller */
+    uint8_t open;   /* enum kvfs_open_state */
+    uint8_t absent; /* 1: nothing else is known before kvfs_names_load() of its record */
     uint8_t orphan;
     uint8_t held; /* it stays, whatever it is worth: open, leased, or as the caller says */
     uint8_t busy; /* it cannot even be copied now: being written, or as the caller says */
-    uint8_t reserved[2];
+    uint8_t reserved[3];
 };
 enum kvfs_choose_by {
     KVFS_CHOOSE_HELD,  /* keep what is held alone */
@@ -87,14 +86,12 @@ struct kvfs_choice {
     uint32_t by;     /* enum kvfs_choose_by */
     uint32_t reserved;
     /* Out. */
-    double lost;           /* the worth of those that go */
-    uint64_t held_pages;   /* in all segments */
-    uint64_t kept_pages;   /* in this segment, of those that are kept for their worth */
-    uint64_t copied_pages; /* of the same, in all segments */
-    uint32_t busy;         /* blocks that are: then nothing can be done, and the rest is not set */
-    uint32_t unnamed;
+    double lost;               /* the worth of those that go */
+    uint64_t held_pages;       /* in all segments */
+    uint64_t kept_pages;       /* in this segment, of those that are kept for their worth */
+    uint64_t copied_pages;     /* of the same, in all segments */
+    uint32_t busy;             /* blocks that are: then nothing can be done, and the rest is not set */
     uint32_t held, kept, gone; /* blocks */
-    uint32_t reserved_out;
 };
 /* Set the worths of the blocks (not where `worths` is NULL: then they are as the caller says), and choose. copies: room for `count` inodes; those that
  * are held, then those that are kept for their worth, both in the order of `looks`. -ENOMEM. */

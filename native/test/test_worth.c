@@ -119,13 +119,13 @@ static void blocks_stay_that_are_held_or_worth_their_copy(void) {
         {.inode = 13, .worth = 3, .pages = 2, .pages_all = 2, .use = 1},
         {.inode = 14, .worth = 9, .pages = 0, .pages_all = 7, .held = 1}, /* nothing of it is there */
         {.inode = 15, .worth = 5, .pages = 1, .pages_all = 1, .unit = 2},
-        {.inode = 16, .worth = 1, .pages = 3, .pages_all = 3, .unnamed = 1},
+        {.inode = 16, .worth = 1, .pages = 3, .pages_all = 3},
     };
     enum { COUNT = sizeof(looks) / sizeof(looks[0]) };
     uint64_t copies[COUNT];
     struct kvfs_choice choice = {.price = 1, .budget = 7, .units = 2, .by = KVFS_CHOOSE_WORTH};
     CHECK(kvfs_looks_choose(NULL, looks, COUNT, &choice, copies) == 0);
-    CHECK(choice.held == 1 && choice.kept == 3 && choice.gone == 2 && choice.unnamed == 1 && choice.held_pages == 1);
+    CHECK(choice.held == 1 && choice.kept == 3 && choice.gone == 2 && choice.held_pages == 1);
     CHECK(copies[0] == 12 && copies[1] == 10 && copies[2] == 11 && copies[3] == 15); /* of 10 and 13 the older one */
     CHECK(choice.copied_pages == 7 && choice.kept_pages == 4 && choice.lost == 4);
     choice.budget = 4; /* the unit has 5 pages: none of it stays, and what is worth less does */

@@ -445,7 +445,9 @@ class Hand:
         if not blocks:
             return 0
         home = self.store.segments.all[blocks[0].segment]
-        return self.store.blocks.evict(home, [block.inode for block in blocks]).blocks
+        numbers = [block.inode for block in blocks]
+        self.store.blocks.bring_to_evict(numbers)
+        return self.store.blocks.evict(home, numbers).blocks
 
     async def commit(self) -> None:
         await self.store.blocks.commit()

@@ -11,11 +11,12 @@ import pytest
 import trio
 import trio.testing
 from helpers import slowness
-from store_pools import OPTIONS, make_pool, names, verify_all, with_store, write
+from store_pools import OPTIONS, index_reads, make, make_pool, names, verify_all, with_store, write
 
+from kvfs.record import Kind
 from kvfs.store.segment import State
 from kvfs.store.store import Store
-from kvfs.types import InodeNumber
+from kvfs.types import ROOT_INODE, InodeNumber
 from kvfs.worth import Choice, ChooseBy, Looks
 
 
@@ -29,7 +30,6 @@ class Block:
     unit: int = 0
     held: bool = False
     busy: bool = False
-    unnamed: bool = False
 
 
 class Limits(NamedTuple):
@@ -67,7 +67,6 @@ def plain_choice(blocks: list[Block], limits: Limits) -> Choice:
         lost=sum((others[i].worth for i in gone), 0.0),
         gone=len(gone),
         busy=any(block.busy for block in blocks),
-        unnamed=any(block.unnamed for block in blocks),
     )
 
 
@@ -79,7 +78,7 @@ def drawn_blocks(random: Random) -> tuple[list[Block], int]:
         worth = random.choice((0.0, 0.25, random.random(), random.random() * 1e-6))
         blocks.append(Block(
             number + 7, pages, pages + random.choice((0, 0, 3)), worth, random.choice((0, 0, 2)),
-            held=random.random() < 0.1, unnamed=random.random() < 0.002,
+            held=random.random() < 0.1,
         ))  # fmt: skip
     units = random.choice((0, 0, 3, 20))
     of_unit = {unit: (random.random(), random.choice((0, 1)), random.random() < 0.1) for unit in range(1, units + 1)}
@@ -96,7 +95,7 @@ def chosen(blocks: list[Block], units: int, limits: Limits) -> Choice:
         look = looks.all[i]
         look.inode, look.pages, look.pages_all, look.use = block.number, block.pages, block.pages_all, block.hits
         look.worth, look.unit = block.worth, block.unit
-        look.held, look.busy, look.unnamed = block.held, block.busy, block.unnamed
+        look.held, look.busy = block.held, block.busy
     return looks.choose(limits.by, None, 0, limits.price, limits.budget, units)
 
 
@@ -137,11 +136,17 @@ async def closed_segments(store: Store, least: int) -> None:
     await store.sync()
 
 
+@pytest.mark.parametrize("pins", [False, True])
 def test_blocks_go_whose_records_have_left_memory_after_the_look(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pins: bool
 ) -> None:
+    """And no step is under way while they are brought, and with pins the directories above them."""
+
     async def work(store: Store) -> None:
-        blocks = [await write(store, b"%d" % i, _SMALL) for i in range(5)]
+        above = make(store, make(store, ROOT_INODE, b"a", Kind.DIRECTORY).inode, b"b", Kind.DIRECTORY)
+        blocks = [await write(store, b"%d" % i, _SMALL, parent=above.inode) for i in range(5)]
+        if pins:
+            await store.blocks.pin(make(store, ROOT_INODE, b"other", Kind.DIRECTORY).inode)
         store.segments.retire_open()
         await store.sync()
         segment, free = store.segments.all[blocks[0].segment], store.segments.freed
@@ -156,8 +161,10 @@ def test_blocks_go_whose_records_have_left_memory_after_the_look(
 
         monkeypatch.setattr(store.blocks, "look", forgetful)
         segment.state = State.EVICTING
-        assert await store.evictor._evict(segment)
-        assert store.segments.freed == free + 1 and names(store) == set() and segment.live_pages == 0
+        with index_reads(store.plane.names) as reads:
+            assert await store.evictor._evict(segment)
+        assert "_stored_many" in reads
+        assert store.segments.freed == free + 1 and names(store, above.inode) == set() and segment.live_pages == 0
         assert store.evictor.counters.blocks == 5 and looks == 1
 
     with_store(make_pool(tmp_path / "pool"), work, OPTIONS)

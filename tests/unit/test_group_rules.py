@@ -236,15 +236,13 @@ def test_a_group_stays_if_a_member_is_opened_after_the_look_at_it(
             segment: Segment,
             inodes: Sequence[InodeNumber],
             groups: dict[InodeNumber, Group],
-            *,
-            in_memory: bool = False,
         ) -> int:
             nonlocal opened
             if number in groups and not opened:
                 opened = True
                 assert not groups[number].held
                 await store.sealing.rewrite(number, True)
-            return await drop(segment, inodes, groups, in_memory=in_memory)
+            return await drop(segment, inodes, groups)
 
         monkeypatch.setattr(store.evictor, "_drop_blocks", drop_late)
         await store.evict(1 << 40)

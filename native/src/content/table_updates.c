@@ -221,7 +221,7 @@ uint32_t kvfs_blocks_look(struct kvfs_plane *plane, uint32_t segment, const uint
         out[i] = (struct kvfs_look){.inode = inodes[i], .open = (uint8_t)open};
         out[i].held = open == KVFS_OPEN || open == KVFS_LEASED;
         out[i].busy = open == KVFS_BEING_WRITTEN;
-        out[i].unnamed = !names_has(plane->names, inodes[i]);
+        bool unnamed = !names_has(plane->names, inodes[i]);
         if (there) {
             out[i].use = atomic_load_explicit(&plane->uses[at.slot], memory_order_relaxed);
             out[i].orphan = kvfs_chains_orphans(plane->chains)[at.slot / 64] >> at.slot % 64 & 1;
@@ -229,10 +229,10 @@ uint32_t kvfs_blocks_look(struct kvfs_plane *plane, uint32_t segment, const uint
         if (record) {
             out[i].pages = (uint32_t)record_pages(record, segment);
             out[i].pages_all = (uint32_t)record_pages(record, UINT32_MAX);
-        } else if (there && out[i].unnamed && at.extent_count) {
+        } else if (there && unnamed && at.extent_count) {
             out[i].absent = 1;
             absent++;
-        } else if (there && out[i].unnamed && at.kind == KVFS_KIND_FILE && at.flags & KVFS_INODE_SEALED) {
+        } else if (there && unnamed && at.kind == KVFS_KIND_FILE && at.flags & KVFS_INODE_SEALED) {
             out[i].pages_all = at.header_pages + (uint32_t)pages_of(at.size);
             out[i].pages = at.segment == segment ? out[i].pages_all : 0;
         }
@@ -269,7 +269,6 @@ void kvfs_blocks_evict(struct kvfs_plane *plane, uint32_t segment, const uint64_
         uint64_t pages = block_evict(plane, segment, inodes[i]);
         gone[i] = pages > 0;
         evicted->blocks += gone[i];
-        evicted->unnamed += !gone[i] && !names_has(plane->names, inodes[i]);
         evicted->pages += pages;
     }
     kvfs_names_end(plane->names);

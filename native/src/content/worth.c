@@ -189,10 +189,8 @@ int kvfs_looks_choose(const struct kvfs_worths *worths, struct kvfs_look *looks,
     struct kvfs_choice chosen = {.price = choice->price, .budget = choice->budget, .tick = choice->tick, .units = choice->units, .by = choice->by};
     if (worths)
         looks_weigh(worths, choice->tick, looks, count);
-    for (uint32_t i = 0; i < count; i++) {
+    for (uint32_t i = 0; i < count; i++)
         chosen.busy += looks[i].busy;
-        chosen.unnamed += looks[i].unnamed;
-    }
     *choice = chosen;
     if (chosen.busy)
         return 0;
