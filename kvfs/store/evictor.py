@@ -117,7 +117,8 @@ class Evictor:
         self._lock = trio.Lock()
         self._pages_at_start = self._segments.pages_written
         self._budget = CopyBudget(len(self._segments.own) * self._segments.area, self._segments.area)
-        self._emptying = 0
+        # Segments that will be free soon.
+        self._emptying: set[int] = set()
 
     def take_groups(self, groups: Groups) -> None:
         """Other rules, for each segment that is looked at from now on."""
@@ -177,7 +178,7 @@ class Evictor:
             await trio.sleep(0.1)
 
     def _has_space(self) -> bool:
-        return self._segments.free_count() + self._emptying >= self.high
+        return self._segments.free_count() + len(self._emptying) >= self.high
 
     def _has_records(self) -> bool:
         return self._room.left() >= self._room.high
@@ -200,15 +201,17 @@ class Evictor:
 
         Segments opened since then are left out: pinned blocks that cannot lie closer together would be copied for ever.
         """
-        freed, choosing = 0, trio.Lock()
+        freed, working, choosing = 0, 0, trio.Lock()
+        copying: set[int] = set()
 
         async def work(newest: int, nursery: trio.Nursery) -> None:
-            nonlocal freed
+            nonlocal freed, working
 
-            def another() -> None:
-                """Copies wait for devices: meanwhile others empty other segments."""
-                if len(nursery.child_tasks) < at_once:
-                    nursery.start_soon(work, newest, nursery)
+            def copies() -> None:
+                """They wait for devices: meanwhile others empty other segments."""
+                assert segment is not None
+                copying.add(segment.index)
+                another(newest, nursery)
 
             while True:
                 async with choosing:
@@ -216,20 +219,41 @@ class Evictor:
                     if segment is None:
                         break
                     segment.state = State.EVICTING
-                    self._emptying += 1
+                    self._emptying.add(segment.index)
                 try:
-                    if await self._evict(segment, before_copies=another):
+                    if await self._evict(segment, before_copies=copies):
                         freed += 1
                     else:
                         segment.avoid_until = trio.current_time() + _AVOID_S
                 finally:
-                    self._emptying -= 1
+                    self._emptying.discard(segment.index)
+                    copying.discard(segment.index)
                 self._segments.need_flush.set()
+            working -= 1
+            if not working:
+                nursery.cancel_scope.cancel()
+
+        def another(newest: int, nursery: trio.Nursery) -> None:
+            nonlocal working
+            if working < at_once:
+                working += 1
+                nursery.start_soon(work, newest, nursery)
+
+        async def watch(newest: int, nursery: trio.Nursery) -> None:
+            """Writers have used up what was free. What is copied now does not help them soon."""
+            while True:
+                await self._segments.need_space.wait()
+                self._segments.need_space = trio.Event()
+                if copying:
+                    self._emptying -= copying
+                    another(newest, nursery)
 
         try:
             async with self._lock, trio.open_nursery() as nursery:
                 newest = max((s.generation for s in self._segments.own), default=0)
-                nursery.start_soon(work, newest, nursery)
+                another(newest, nursery)
+                if at_once > 1:
+                    nursery.start_soon(watch, newest, nursery)
         except BaseExceptionGroup as group:
             raise first_error(group) from None
         return freed

@@ -14,6 +14,7 @@ from helpers import slowness
 from store_pools import OPTIONS, index_reads, make, make_pool, names, verify_all, with_store, write
 
 from kvfs.record import Kind
+from kvfs.store.evictor import Evictor
 from kvfs.store.segment import State
 from kvfs.store.store import Store
 from kvfs.types import ROOT_INODE, InodeNumber
@@ -202,6 +203,51 @@ def test_other_segments_are_emptied_while_copies_wait(
                 assert first.state == State.EVICTING and emptied() in (others, others + 1)
                 go_on.set()
         assert emptied() >= 4 and first.state == State.FREE
+        await verify_all(store)
+
+    with_store(make_pool(tmp_path / "pool"), work, OPTIONS)
+
+
+def test_writers_that_use_up_what_is_free_while_copies_wait_have_more_emptied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(store: Store) -> None:
+        await closed_segments(store, 6)
+        evictor, copies, go_on, wanted = store.evictor, trio.Event(), trio.Event(), 0
+        first = min((s for s in store.segments.own if s.state == State.CLOSED), key=lambda s: s.generation)
+        await store.blocks.pin(store.index.segment_inodes(first.index)[0])
+        carry, before = store.sealing.carry, evictor.counters.segments
+
+        async def late(record: bytes) -> bool:
+            copies.set()
+            await go_on.wait()
+            return await carry(record)
+
+        def emptied() -> int:
+            return evictor.counters.segments - before
+
+        def is_enough() -> bool:
+            return emptied() + len(evictor._emptying) >= wanted
+
+        monkeypatch.setattr(store.sealing, "carry", late)
+        monkeypatch.setattr(Evictor, "low", property(lambda self: 0 if is_enough() else 1 << 30))
+        monkeypatch.setattr(evictor, "_has_space", is_enough)
+        with trio.fail_after(60 * slowness()):
+            wanted = 2
+            store.segments.need_space.set()
+            await copies.wait()
+            while emptied() < 1:
+                await trio.sleep(0.01)
+            await trio.testing.wait_all_tasks_blocked(0.05)
+            assert emptied() == 1 and first.state == State.EVICTING
+            wanted = 3  # a writer took one
+            store.segments.need_space.set()
+            while emptied() < 3:
+                await trio.sleep(0.01)
+            assert first.state == State.EVICTING
+            go_on.set()
+            while first.state != State.FREE:
+                await trio.sleep(0.01)
         await verify_all(store)
 
     with_store(make_pool(tmp_path / "pool"), work, OPTIONS)
