@@ -134,7 +134,7 @@ class Looks:
         out.price, out.budget, out.tick, out.units, out.by = price, max(0, budget), tick & TICK_MASK, units, by
         table = ffi.NULL if worths is None else worths.table
         if lib.kvfs_looks_choose(table, self.all, self.count, out, copies) < 0:
-            raise MemoryError
+            raise MemoryError(f"no memory to choose among {self.count} blocks")
         stay = cast(list[InodeNumber], ffi.unpack(copies, out.held + out.kept)) if out.held + out.kept else []
         return Choice(
             stay[: out.held], stay[out.held :], out.held_pages, out.kept_pages, out.copied_pages, out.lost, out.gone,

@@ -17,7 +17,7 @@ from operator import attrgetter
 import trio
 
 from kvfs.errors import DeviceError, NoSpaceError, first_error
-from kvfs.names import step
+from kvfs.names import NamesError, step
 from kvfs.plane import OpenState
 from kvfs.record import Inode, Kind
 from kvfs.store.blocks import Blocks
@@ -119,6 +119,8 @@ class Evictor:
         self._budget = CopyBudget(len(self._segments.own) * self._segments.area, self._segments.area)
         # Segments that will be free soon.
         self._emptying: set[int] = set()
+        # A segment stayed for that, and none has gone since.
+        self._lacks_memory = False
 
     def take_groups(self, groups: Groups) -> None:
         """Other rules, for each segment that is looked at from now on."""
@@ -186,7 +188,8 @@ class Evictor:
     def _give_up(self, space: bool, records: bool) -> None:
         """Nothing can go: those that wait are told."""
         if space and not self._segments.exhausted:
-            log.warning("nothing can be evicted: everything left is pinned, open or leased")
+            why = "there is no memory for it" if self._lacks_memory else "everything left is pinned, open or leased"
+            log.warning("nothing can be evicted: %s", why)
             self._segments.exhausted = True
             self._segments.wake_waiters()
         if records and not self._room.exhausted:
@@ -459,9 +462,15 @@ class Evictor:
                 return False
             self._segments.free(segment)
             self.counters.segments += 1
+            self._lacks_memory = False
             return True
         except NoSpaceError:
             # The reserve is used up: what was copied stays copied.
+            return False
+        except (MemoryError, NamesError) as error:
+            if not self._lacks_memory:
+                log.warning("segment %d stays: %s", segment.index, str(error) or "no memory")
+            self._lacks_memory = True
             return False
         finally:
             lost(removed)
@@ -521,11 +530,7 @@ class Evictor:
                 looks.all[i].busy |= number in busy and looks.all[i].pages > 0
         budget = self._budget_pages() if by is ChooseBy.WORTH else 0
         price = self._policy.price(budget / self._segments.area)
-        try:
-            choice = looks.choose(by, self._policy.worths(), self._segments.tick, price, budget, units)
-        except MemoryError:
-            log.warning("segment %d stays: no memory to choose among %d blocks", segment.index, len(inodes))
-            return None
+        choice = looks.choose(by, self._policy.worths(), self._segments.tick, price, budget, units)
         if choice.busy or (not however_much and choice.held_pages > _KEEP_SHARE * self._segments.area):
             return None
         if by is ChooseBy.WORTH:
@@ -575,7 +580,7 @@ class Evictor:
                 except NoSpaceError:
                     full = True
                     return
-                except DeviceError as error:  # the devices take no writes now
+                except (DeviceError, MemoryError, NamesError) as error:  # the devices take no writes, or memory ends
                     log.warning("a block was not carried over: %s", error)
                     full = True
                     return

@@ -13,8 +13,11 @@ import trio.testing
 from helpers import slowness
 from store_pools import OPTIONS, index_reads, make, make_pool, names, verify_all, with_store, write
 
+from kvfs.index.lmdb import LmdbIndex
+from kvfs.names import NamesError
 from kvfs.record import Kind
 from kvfs.store.evictor import Evictor
+from kvfs.store.sealing import Sealing
 from kvfs.store.segment import State
 from kvfs.store.store import Store
 from kvfs.types import ROOT_INODE, InodeNumber
@@ -167,6 +170,47 @@ def test_blocks_go_whose_records_have_left_memory_after_the_look(
         assert "_stored_many" in reads
         assert store.segments.freed == free + 1 and names(store, above.inode) == set() and segment.live_pages == 0
         assert store.evictor.counters.blocks == 5 and looks == 1
+
+    with_store(make_pool(tmp_path / "pool"), work, OPTIONS)
+
+
+@pytest.mark.parametrize("where", ["look", "choose", "bring", "carry"])
+def test_a_segment_stays_where_memory_ends_as_it_is_emptied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
+) -> None:
+    async def work(store: Store) -> None:
+        blocks = [await write(store, b"%d" % i, _SMALL) for i in range(5)]
+        store.segments.retire_open()
+        await store.sync()
+        segment, evictor = store.segments.all[blocks[0].segment], store.evictor
+        if where == "carry":
+            await store.blocks.pin(blocks[0].inode)
+        ends = {
+            "look": (Looks, "__init__", MemoryError()),
+            "choose": (Looks, "choose", MemoryError("no memory to choose")),
+            "bring": (LmdbIndex, "bring", NamesError("no memory for a record")),
+            "carry": (Sealing, "_carry", NamesError("no memory for a record")),
+        }
+        owner, name, error = ends[where]
+
+        def end(*arguments: object, **more: object) -> None:
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, end)
+            for _ in range(2):
+                segment.state = State.EVICTING
+                assert not await evictor._evict(segment) and segment.state == State.CLOSED
+        left = {b"0", b"1", b"2", b"3", b"4"}
+        assert names(store) == left
+        if where != "carry":
+            assert len(caplog.messages) == 1 and "stays" in caplog.messages[0]
+            evictor._give_up(True, False)
+            assert "nothing can be evicted: there is no memory" in caplog.messages[-1]
+        segment.state = State.EVICTING
+        assert await evictor._evict(segment) and segment.state == State.FREE and not evictor._lacks_memory
+        assert names(store) == ({b"0"} if where == "carry" else set())
+        await verify_all(store)
 
     with_store(make_pool(tmp_path / "pool"), work, OPTIONS)
 
