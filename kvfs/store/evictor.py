@@ -426,7 +426,8 @@ class Evictor:
         lost: Callable[[int], None] = lambda count: None, before_copies: Callable[[], None] = lambda: None,
     ) -> bool:  # fmt: skip
         """Empty one segment, which is EVICTING, and free it. False if too much of it must stay; then it is CLOSED
-        again. `clear`: what need not stay goes first, and in any case."""
+        again. `clear`: what need not stay goes first, and in any case. Where nothing is copied, a segment of up to 64
+        blocks goes without a checkpoint."""
         removed = 0
         try:
             for turn in range(_PASSES):
