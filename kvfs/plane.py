@@ -25,7 +25,7 @@ from kvfs.errors import KvfsError, NamesFullError
 from kvfs.frames import Frames
 from kvfs.held import HeldMount
 from kvfs.listings import Listings
-from kvfs.names import Evicted, Leave, Names
+from kvfs.names import Evicted, Leave, Names, NamesError
 from kvfs.naming import Act, Naming
 from kvfs.podmap import PodMap, PodOptions
 from kvfs.record import RECORD_BYTES, RECORD_SIZE, Extent
@@ -486,9 +486,12 @@ class Plane:
         return _check(lib.kvfs_inode_update(self._plane, record), "block table: update")
 
     def inode_move(self, record: bytes) -> None:
-        """As inode_update(), of a copied block. PlaneError with EBUSY if it is being written from where it was."""
+        """Names and table lead to the copy of a block, whose record is in memory, or neither does. PlaneError with
+        EBUSY if it is being written from where it was. NamesError."""
         _assert_record(record)
-        _check(lib.kvfs_inode_move(self._plane, record), "block table: move")
+        if (result := lib.kvfs_inode_move(self._plane, record)) == -errno.ENOMEM:
+            raise NamesError("no memory for the place of a copy")
+        _check(result, "block table: move")
 
     def naming(
         self, act: Act, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int, inode: int

@@ -146,10 +146,10 @@ class Blocks:
             _take_changes(written, before, current)
             self.segments.mark_dirty(home, gone=True)
         entered = written.pack()
-        if copy and not self._move_in_table(entered):
-            self.segments.mark_dirty(home, gone=True)
+        if not copy:
+            self.index.put(written, current, entered)
+        elif not self._move(written, entered):
             return False
-        self.index.put(written, current, entered)
         if current.sealed:
             self.segments.mark_dirty(self.segments.all[current.segment], gone=True)
         self.segments.account(current if current.sealed else None, written)
@@ -158,11 +158,14 @@ class Blocks:
             self.plane.inode_update(entered)
         return True
 
-    def _move_in_table(self, record: bytes) -> bool:
-        """Let the table lead to the copy. False if the data plane has begun to write the block from its old place."""
+    def _move(self, written: Inode, record: bytes) -> bool:
+        """Let names and table lead to the copy. False if the data plane has begun to write the block from its old
+        place. NamesError: both are as before (I11)."""
         try:
+            self.index.keep(written.inode)
             self.plane.inode_move(record)
-        except PlaneError as error:
+        except KvfsError as error:
+            self.segments.mark_dirty(self.segments.all[written.segment], gone=True)
             if error.errno != EBUSY:
                 raise
             return False
@@ -478,7 +481,10 @@ class Blocks:
         if self.pins or self.index.removed_names is not None:
             before = {n: record for n in numbers if (record := self.names.get(n)) and not self.index.hides(record)}
             free = [number for number, record in before.items() if not self.pins.holds(record)]
-            numbers = [] if segment is None and len(free) < len(before) else free
+            if segment is not None:
+                numbers = free
+            elif len(free) < len(before):
+                numbers = []
         evicted = self.plane.blocks_evict(None if segment is None else segment.index, numbers)
         self.segments.take_notes()
         if evicted.blocks:

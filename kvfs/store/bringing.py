@@ -116,6 +116,10 @@ class Bringing:
         self._lost_names.append(hidden)
         self.drop_hidden()
 
+    def has_lost_name(self, hidden: int) -> bool:
+        """Whether the name of this hidden block was given to another, which may be gone by now."""
+        return hidden in self._lost_names
+
     def drop_hidden(self) -> None:
         """In a step. Hidden blocks go with their names and directories. Where memory ends they go with the next
         commit: the change is done, and who asked for it is not told of that."""

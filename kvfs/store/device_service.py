@@ -562,7 +562,8 @@ class DeviceService:
             if not away.isdisjoint(usage(inode)):
                 continue
             # It should have gone with its name or its directory, but memory may have ended then.
-            has_lost_name = self._index.lookup(inode.parent, inode.name) not in (None, number)
+            holder = self._index.lookup(inode.parent, inode.name)
+            has_lost_name = holder not in (None, number) or self._blocks.bringing.has_lost_name(number)
             if has_lost_name or self._index.raw(inode.parent) is None:
                 self._index.drop_hidden(number)
                 continue

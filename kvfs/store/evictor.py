@@ -182,6 +182,9 @@ class Evictor:
     def _has_space(self) -> bool:
         return self._segments.free_count() + len(self._emptying) >= self.high
 
+    def _is_enough_for_writers(self) -> bool:
+        return self._segments.free_count() + len(self._emptying) >= self.low
+
     def _has_records(self) -> bool:
         return self._room.left() >= self._room.high
 
@@ -200,21 +203,23 @@ class Evictor:
             self._room.wake()
 
     async def free_until(self, enough: Callable[[], bool], *, at_once: int = 1) -> int:
-        """Evict segments, `at_once` at a time, until enough() or none is left to evict; returns how many went.
+        """Evict segments, `at_once` at a time, until enough() or none is left to evict; returns how many went. More
+        where writers wait meanwhile.
 
         Segments opened since then are left out: pinned blocks that cannot lie closer together would be copied for ever.
         """
         freed, working, choosing = 0, 0, trio.Lock()
         copying: set[int] = set()
 
-        async def work(newest: int, nursery: trio.Nursery) -> None:
+        async def work(newest: int, nursery: trio.Nursery, enough: Callable[[], bool]) -> None:
             nonlocal freed, working
 
             def copies() -> None:
                 """They wait for devices: meanwhile others empty other segments."""
                 assert segment is not None
                 copying.add(segment.index)
-                another(newest, nursery)
+                if working < at_once:
+                    another(newest, nursery, enough)
 
             while True:
                 async with choosing:
@@ -236,11 +241,10 @@ class Evictor:
             if not working:
                 nursery.cancel_scope.cancel()
 
-        def another(newest: int, nursery: trio.Nursery) -> None:
+        def another(newest: int, nursery: trio.Nursery, enough: Callable[[], bool]) -> None:
             nonlocal working
-            if working < at_once:
-                working += 1
-                nursery.start_soon(work, newest, nursery)
+            working += 1
+            nursery.start_soon(work, newest, nursery, enough)
 
         async def watch(newest: int, nursery: trio.Nursery) -> None:
             """Writers have used up what was free. What is copied now does not help them soon."""
@@ -249,14 +253,14 @@ class Evictor:
                 self._segments.need_space = trio.Event()
                 if copying:
                     self._emptying -= copying
-                    another(newest, nursery)
+                    if working < _AT_ONCE:
+                        another(newest, nursery, enough if at_once > 1 else self._is_enough_for_writers)
 
         try:
             async with self._lock, trio.open_nursery() as nursery:
                 newest = max((s.generation for s in self._segments.own), default=0)
-                another(newest, nursery)
-                if at_once > 1:
-                    nursery.start_soon(watch, newest, nursery)
+                another(newest, nursery, enough)
+                nursery.start_soon(watch, newest, nursery)
         except BaseExceptionGroup as group:
             raise first_error(group) from None
         return freed
@@ -317,13 +321,16 @@ class Evictor:
     async def drain(self, segment: Segment, lost: Callable[[int], None]) -> bool:
         """Empty a segment for good: what is pinned, open or was hit since it was written is carried over, however much
         that is; the rest goes. `lost` gets the number of dropped blocks. False if there is no room for it."""
-        async with self._lock:
-            while segment.state == State.OPEN:
+        while True:
+            while segment.state == State.OPEN:  # others are emptied meanwhile
                 await trio.sleep(0.01)
-            if segment.state != State.CLOSED or segment.lost:
-                return True
-            segment.state = State.EVICTING
-            return await self._evict(segment, drain=True, lost=lost)
+            async with self._lock:
+                if segment.state == State.OPEN:
+                    continue
+                if segment.state != State.CLOSED or segment.lost:
+                    return True
+                segment.state = State.EVICTING
+                return await self._evict(segment, drain=True, lost=lost)
 
     # ---- choosing ----
 
@@ -428,10 +435,15 @@ class Evictor:
         """Empty one segment, which is EVICTING, and free it. False if too much of it must stay; then it is CLOSED
         again. `clear`: what need not stay goes first, and in any case. Where nothing is copied, a segment of up to 64
         blocks goes without a checkpoint."""
-        removed = 0
+        removed, life = 0, segment.generation
+
+        def is_ours() -> bool:
+            """Its device may have gone, and come back without its blocks: then it was freed, perhaps filled again."""
+            return segment.state is State.EVICTING and segment.generation == life and not segment.lost
+
         try:
             for turn in range(_PASSES):
-                if segment.lost:
+                if not is_ours():
                     return False
                 inodes = self._index.segment_inodes(segment.index)
                 if not inodes:
@@ -453,13 +465,15 @@ class Evictor:
                     # Those for which there is no room go: nothing would ever be freed if eviction waited for it.
                     await self._carry_all(choice.kept)
                 await self._look_at(groups)
+                if not is_ours():
+                    return False
                 gone = await self._drop_blocks(segment, inodes, groups)
                 removed += gone
                 if gone == len(inodes) and not groups:  # nothing comes to a segment that is EVICTING
                     break
             else:
                 return False
-            if segment.held:
+            if segment.held or not is_ours():
                 return False
             self._segments.free(segment)
             self.counters.segments += 1
@@ -475,7 +489,7 @@ class Evictor:
             return False
         finally:
             lost(removed)
-            if segment.state == State.EVICTING:
+            if segment.state is State.EVICTING and segment.generation == life:
                 segment.state = State.CLOSED
                 self._segments.changed(segment)
                 with self._counted_free():

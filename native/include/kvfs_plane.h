@@ -311,8 +311,8 @@ enum kvfs_kept { KVFS_KEPT_OPEN = 1, KVFS_KEPT_LINGERS = 2 };
 int kvfs_name_put(struct kvfs_plane *plane, const void *inode_record, uint64_t replaced);
 /* Attributes or place changed, name unchanged. */
 int kvfs_inode_update(struct kvfs_plane *plane, const void *inode_record);
-/* Like kvfs_inode_update, for a block that was copied to another place; -EBUSY: it is being written, from its old place, and stays
- * there. */
+/* One step: names and table lead to a copy of the block, at another place. The name is unchanged. Both are as before after -EBUSY: it is being
+ * written, from its old place; -ENOENT: the record is not in memory, or the table does not have it; -ENOMEM. */
 int kvfs_inode_move(struct kvfs_plane *plane, const void *inode_record);
 /* Its device is away: the inode leaves the table. 1: it is open and was kept nameless (KVFS_EVENT_IDLE follows); 0: it is gone. */
 int kvfs_inode_hide(struct kvfs_plane *plane, uint64_t inode);

@@ -452,6 +452,81 @@ static void test_where_memory_ends_nothing_has_changed(void) {
     printf("ok where memory ends nothing has changed\n");
 }
 
+/* Where names and table say that the block lies: the same place. */
+static uint32_t page_of(uint64_t inode) {
+    struct kvfs_record there;
+    CHECK(kvfs_table_find_inode(plane->table, inode, &there) == 0 && there.page == head_of(inode).page);
+    return there.page;
+}
+
+static void test_a_copy_enters_names_and_table_or_neither(void) {
+    int left = 0;
+    for (int r = -1; r; left++) {
+        begin_tree();
+        commit(false);
+        uint8_t copy[512];
+        struct kvfs_inode_record head = head_of(80);
+        CHECK(kvfs_names_get(names, 80, copy, sizeof(copy)) > 0);
+        const uint32_t page = page_of(80);
+        head.page = page + 7;
+        memcpy(copy, &head, sizeof(head));
+        allocations_left = left;
+        fails_once = has_failed = false;
+        may_fail = true;
+        r = kvfs_inode_move(plane, copy);
+        may_fail = false;
+        allocations_left = -1;
+        CHECK(r == 0 || (r == -ENOMEM && has_failed));
+        CHECK(page_of(80) == page + (r ? 0 : 7) && leads(62, "0") == 80);
+        commit(true);
+        head.page++;
+        memcpy(copy, &head, sizeof(head));
+        CHECK(kvfs_inode_move(plane, copy) == -ENOENT && page_of(80) == page + (r ? 0 : 7)); /* its record is not in memory */
+        end_tree();
+    }
+    CHECK(left > 2);
+    printf("ok a copy enters names and table, or neither\n");
+}
+
+static void test_a_group_stays_where_memory_ends(void) {
+    const uint64_t group[3] = {80, 81, 82};
+    bool goes = false;
+    for (int left = 0; !goes; left++) {
+        static char before[16384], after[16384];
+        begin_tree();
+        commit(false);
+        look(before, sizeof(before));
+        uint8_t gone[3];
+        struct kvfs_evicted evicted;
+        allocations_left = left;
+        fails_once = has_failed = false;
+        may_fail = true;
+        kvfs_group_evict(plane, group, 3, gone, &evicted);
+        may_fail = false;
+        allocations_left = -1;
+        look(after, sizeof(after));
+        goes = gone[0];
+        CHECK(gone[1] == goes && gone[2] == goes && evicted.blocks == (goes ? 3u : 0u));
+        CHECK(goes ? left > 0 && !leads(62, "1") : has_failed && strcmp(before, after) == 0);
+        kvfs_names_untold(names, 0, "", 0);
+        end_tree();
+    }
+    begin_tree();
+    commit(true);
+    load(80);
+    load(81);
+    uint8_t gone[3];
+    struct kvfs_evicted evicted;
+    kvfs_group_evict(plane, group, 3, gone, &evicted); /* nobody knows what the third is */
+    CHECK(evicted.blocks == 0 && !gone[0] && !gone[1] && !gone[2]);
+    load(82);
+    kvfs_group_evict(plane, group, 3, gone, &evicted);
+    CHECK(evicted.blocks == 3);
+    kvfs_names_untold(names, 0, "", 0);
+    end_tree();
+    printf("ok a group stays where memory ends\n");
+}
+
 int main(void) {
     plane_begin();
     names = kvfs_plane_names(plane);
@@ -465,6 +540,8 @@ int main(void) {
     test_the_index_knows_where_the_table_does_not();
     test_threads_of_c_do_files_and_leave_the_rest();
     test_where_memory_ends_nothing_has_changed();
+    test_a_copy_enters_names_and_table_or_neither();
+    test_a_group_stays_where_memory_ends();
     plane_end();
     return 0;
 }

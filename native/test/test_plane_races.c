@@ -132,7 +132,8 @@ static void test_a_block_being_written_does_not_move(void) {
     release(inode, fh);
     int error;
     uint64_t reader = open_read(inode, &error);
-    CHECK(error == 0 && kvfs_inode_move(plane, record) == 0); /* a reader looks again */
+    CHECK(error == 0 && kvfs_names_put(plane->names, record, 0) == 0);
+    CHECK(kvfs_inode_move(plane, record) == 0); /* a reader looks again */
     CHECK(kvfs_table_find_inode(plane->table, inode, &after) == 0 && after.page == before.page + 1);
     release(inode, reader);
     /* A handle that only cuts it is a writer too: the close seals that. */
@@ -320,7 +321,8 @@ static void test_a_reopen_beside_a_copy(void) {
     r.segment = 1;
     memcpy(new, &r, sizeof(r));
     CHECK(kvfs_store_copy(plane, 2, old, (uint32_t)old_size, &run, 1, 1, new, (uint32_t)new_size, "", 0, copied, sizeof(copied)) == 0);
-    CHECK(completion() > 0 && kvfs_inode_move(plane, copied) == 0); /* it is not being written yet */
+    CHECK(completion() > 0 && kvfs_names_put(plane->names, old, 0) == 0);
+    CHECK(kvfs_inode_move(plane, copied) == 0); /* it is not being written yet */
     memcpy(&r, copied, sizeof(r));
     r.mtime_ns = 1234567890123;
     memcpy(copied, &r, sizeof(r));

@@ -723,3 +723,30 @@ def test_a_change_is_done_also_where_memory_ends_as_its_hidden_blocks_go(tmp_pat
     with_store(pool, work)
     report = fsck(pool, verify_data=True)
     assert not report.damaged, report.findings
+
+
+def test_a_block_whose_name_another_had_does_not_come_back_where_memory_ends_until_its_device_does(
+    tmp_path: Path,
+) -> None:
+    async def work(store: Store) -> None:
+        blocks = await fill(store, 60)
+        await store.sync()
+        fail(store)
+        await come(lambda: not store.service._to_hide and not store.service._lock.locked())
+        over = await write(store, b"new", 4096)
+        lost = next(name for name, is_lost in blocks.items() if is_lost)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Blocks, "_before_commit", lambda self: None)
+            with pytest.MonkeyPatch.context() as ends:
+                ends.setattr(LmdbIndex, "drop_hidden", no_memory)
+                rename(store, over.inode, lost)
+                unlink(store, lost)
+            await back(store)
+        assert store.index.lookup(ROOT_INODE, lost) is None and lost not in seen(store)
+        names(store)
+        await verify_all(store)
+
+    pool = pool_of(tmp_path, 1)
+    with_store(pool, work)
+    report = fsck(pool, verify_data=True)
+    assert not report.damaged, report.findings

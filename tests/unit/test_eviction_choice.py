@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -13,8 +14,11 @@ import trio.testing
 from helpers import slowness
 from store_pools import OPTIONS, index_reads, make, make_pool, names, verify_all, with_store, write
 
+from kvfs._native import ffi, lib
+
 from kvfs.index.lmdb import LmdbIndex
-from kvfs.names import NamesError
+from kvfs.names import Names, NamesError
+from kvfs.pool.format import Stream
 from kvfs.record import Kind
 from kvfs.store.evictor import Evictor
 from kvfs.store.sealing import Sealing
@@ -293,5 +297,161 @@ def test_writers_that_use_up_what_is_free_while_copies_wait_have_more_emptied(
             while first.state != State.FREE:
                 await trio.sleep(0.01)
         await verify_all(store)
+
+    with_store(make_pool(tmp_path / "pool"), work, OPTIONS)
+
+
+def test_writers_get_segments_while_a_copy_that_another_asked_for_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for `kvfs evict`, which empties one segment after another."""
+
+    async def work(store: Store) -> None:
+        await closed_segments(store, 6)
+        evictor, copies, go_on, low = store.evictor, trio.Event(), trio.Event(), 0
+        first = min((s for s in store.segments.own if s.state == State.CLOSED), key=lambda s: s.generation)
+        await store.blocks.pin(store.index.segment_inodes(first.index)[0])
+        carry, before = store.sealing.carry, evictor.counters.segments
+
+        async def late(record: bytes) -> bool:
+            copies.set()
+            await go_on.wait()
+            return await carry(record)
+
+        def emptied() -> int:
+            return evictor.counters.segments - before
+
+        monkeypatch.setattr(store.sealing, "carry", late)
+        monkeypatch.setattr(Evictor, "low", property(lambda self: low))
+        with trio.fail_after(60 * slowness()):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(evictor.free_until, lambda: emptied() >= 1)
+                await copies.wait()
+                store.segments.need_space.set()  # writers wait for nothing
+                await trio.testing.wait_all_tasks_blocked(0.05)
+                assert not emptied() and first.state == State.EVICTING
+                low = store.segments.free_count() + 2
+                store.segments.need_space.set()
+                while emptied() < 2:
+                    await trio.sleep(0.01)
+                await trio.testing.wait_all_tasks_blocked(0.05)
+                assert emptied() == 2 and first.state == State.EVICTING
+                go_on.set()
+        assert first.state == State.FREE
+        await verify_all(store)
+
+    with_store(make_pool(tmp_path / "pool"), work, OPTIONS)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_segment_that_was_freed_as_its_blocks_were_copied_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    """Its device went, and came back without its blocks. `again`: the segment is filled and emptied by another hand."""
+
+    async def work(store: Store) -> None:
+        blocks = [await write(store, b"%d" % i, _SMALL) for i in range(5)]
+        store.segments.retire_open()
+        await store.sync()
+        segment, evictor = store.segments.all[blocks[0].segment], store.evictor
+        await store.blocks.pin(blocks[0].inode)
+        freed = store.segments.freed
+
+        async def ends(record: bytes) -> bool:
+            await store.blocks.unpin(blocks[0].inode)
+            segment.state = State.CLOSED
+            assert store.blocks.evict(segment, [block.inode for block in blocks]).blocks == 5
+            if again:
+                store.segments._resting.discard(segment.index)
+                assert await store.segments._format(segment, segment.stream)
+                segment.state = State.EVICTING
+            return False
+
+        monkeypatch.setattr(store.sealing, "carry", ends)
+        segment.state = State.EVICTING
+        assert not await evictor._evict(segment)
+        assert store.segments.freed == freed + 1
+        assert segment.state == (State.EVICTING if again else State.FREE)
+        if again:
+            segment.state = State.CLOSED
+            store.segments.free_if_empty(segment)
+
+    with_store(make_pool(tmp_path / "pool"), work, OPTIONS)
+
+
+def test_others_are_emptied_while_a_drain_waits_for_what_is_written_to_its_segment(tmp_path: Path) -> None:
+    async def work(store: Store) -> None:
+        await closed_segments(store, 6)
+        segments, evictor = store.segments, store.evictor
+        head = segments.head(Stream.CLIENT)
+        (run,) = await segments.allocate(head, 1, 1)
+        segment = segments.all[run.segment]
+        segments.retire(segment)
+        assert segment.state == State.OPEN
+        with trio.fail_after(60 * slowness()):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(evictor.drain, segment, lambda count: None)
+                await trio.testing.wait_all_tasks_blocked(0.002)
+                before = evictor.counters.segments
+                assert await evictor.free_until(lambda: evictor.counters.segments > before) == 1
+                assert segment.state == State.OPEN
+                await segments.tombstone([run])
+                segments.release([run])
+        assert segment.state == State.FREE
+        await verify_all(store)
+
+    with_store(make_pool(tmp_path / "pool"), work, OPTIONS)
+
+
+@pytest.mark.parametrize("pins", [False, True])
+def test_a_group_stays_while_the_record_of_one_is_not_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pins: bool
+) -> None:
+    async def work(store: Store) -> None:
+        if pins:
+            await store.blocks.pin(make(store, ROOT_INODE, b"other", Kind.DIRECTORY).inode)
+        blocks = [await write(store, b"%d" % i, _SMALL) for i in range(3)]
+        numbers = [block.inode for block in blocks]
+        await store.sync()
+        store.plane.names.forget()
+        store.index.bring(numbers[:2])
+        assert not any(store.blocks.evict(None, numbers).gone) and names(store) >= {b"0", b"1", b"2"}
+        store.blocks.bring_to_evict(numbers)
+        assert store.blocks.evict(None, numbers).blocks == 3 and not names(store) & {b"0", b"1", b"2"}
+
+    with_store(make_pool(tmp_path / "pool"), work, OPTIONS)
+
+
+def place_in_table(store: Store, name: bytes) -> tuple[int, int]:
+    out = ffi.new("struct kvfs_record *")
+    assert lib.kvfs_table_find_name(store.plane._table, ROOT_INODE, name, len(name), out) == 0
+    return out.segment, out.page
+
+
+@pytest.mark.parametrize("ends", ["put", "load"])
+def test_names_and_table_lead_to_one_place_wherever_memory_ends_as_a_copy_enters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    async def work(store: Store) -> None:
+        block = await write(store, b"block", _SMALL)
+        await store.sync()
+        store.plane.names.forget()
+        record = store.index.raw(block.inode)
+        assert record is not None
+
+        def end(*arguments: object) -> None:
+            raise NamesError("no memory for a record")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Names, ends, end)
+            with suppress(NamesError):
+                await store.sealing.carry(record)
+        now = store.index.get(block.inode)
+        assert now is not None and place_in_table(store, b"block") == (now.segment, now.page)
+        await verify_all(store)
+        assert await store.sealing.carry(record)
+        now = store.index.get(block.inode)
+        assert now is not None and place_in_table(store, b"block") == (now.segment, now.page)
+        assert now.segment != block.segment
 
     with_store(make_pool(tmp_path / "pool"), work, OPTIONS)

@@ -144,15 +144,23 @@ int kvfs_inode_update(struct kvfs_plane *plane, const void *record) {
 }
 
 int kvfs_inode_move(struct kvfs_plane *plane, const void *record) {
-    struct kvfs_record to;
-    struct kvfs_inode_record taken = record_take(record, &to);
+    struct kvfs_record to, before;
+    struct kvfs_inode_record taken = record_take(record, &to), *copy = record_again(record);
     struct shard *shard = shard_of(plane, to.inode);
     kvfs_names_begin(plane->names);
     pthread_mutex_lock(&shard->lock);
     struct node *node;
-    int error = open_state(plane, shard, to.inode, &node) == KVFS_BEING_WRITTEN ? -EBUSY : kvfs_table_update(plane->table, &to);
+    int error = !copy ? -ENOMEM : open_state(plane, shard, to.inode, &node) == KVFS_BEING_WRITTEN ? -EBUSY : 0;
+    if (!error && (!names_record(plane->names, to.inode) || kvfs_table_find_inode(plane->table, to.inode, &before) < 0))
+        error = -ENOENT;
+    if (!error)
+        error = kvfs_table_update(plane->table, &to);
+    if (!error && (error = names_take(plane->names, copy)) < 0)
+        kvfs_table_update(plane->table, &before); /* to where it was a moment ago: it is there still */
     pthread_mutex_unlock(&shard->lock);
-    if (error == 0)
+    if (error)
+        free(copy);
+    else
         change_moved(plane, &taken, record_name(record));
     kvfs_names_end(plane->names);
     return error;
@@ -274,11 +282,29 @@ void kvfs_blocks_evict(struct kvfs_plane *plane, uint32_t segment, const uint64_
     kvfs_names_end(plane->names);
 }
 
+/* With all shards of the group locked. Whether it goes: none is open, all that is there is in memory, and memory for all removals is ready. */
+static bool group_goes(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count) {
+    bool go = true;
+    for (uint32_t i = 0; i < count && go; i++) {
+        struct node *node = NULL;
+        struct kvfs_record at;
+        int state = open_state(plane, shard_of(plane, inodes[i]), inodes[i], &node);
+        bool known = names_has(plane->names, inodes[i]) || kvfs_table_find_inode(plane->table, inodes[i], &at) < 0;
+        go = state != KVFS_OPEN && state != KVFS_BEING_WRITTEN && known;
+    }
+    uint32_t ready = 0;
+    for (; ready < count && go; ready++)
+        go = !names_record(plane->names, inodes[ready]) || names_removable(plane->names, inodes[ready]) == 0;
+    for (uint32_t i = 0; i < ready && !go; i++)
+        if (names_record(plane->names, inodes[i]))
+            names_unremovable(plane->names, inodes[i]);
+    return go;
+}
+
 void kvfs_group_evict(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t count, uint8_t *gone, struct kvfs_evicted *evicted) {
     memset(evicted, 0, sizeof(*evicted));
     memset(gone, 0, count);
     uint64_t locked = 0; /* shards; always in this order, and nobody else holds two */
-    bool go = true;
     _Static_assert(SHARDS <= 64, "a bit for each");
     kvfs_names_begin(plane->names);
     for (uint32_t i = 0; i < count; i++)
@@ -286,14 +312,12 @@ void kvfs_group_evict(struct kvfs_plane *plane, const uint64_t *inodes, uint32_t
     for (uint32_t s = 0; s < SHARDS; s++)
         if (locked >> s & 1)
             pthread_mutex_lock(&plane->shards[s].lock);
-    for (uint32_t i = 0; i < count && go; i++) {
-        struct node *node = NULL;
-        int state = open_state(plane, shard_of(plane, inodes[i]), inodes[i], &node);
-        go = state != KVFS_OPEN && state != KVFS_BEING_WRITTEN;
-    }
+    bool go = group_goes(plane, inodes, count);
     for (uint32_t i = 0; i < count && go; i++) {
         const struct kvfs_inode_record *record = names_record(plane->names, inodes[i]);
         gone[i] = record && record_pages(record, UINT32_MAX) && evict_locked(plane, shard_of(plane, inodes[i]), inodes[i], true);
+        if (record && !gone[i])
+            names_unremovable(plane->names, inodes[i]);
     }
     for (uint32_t s = 0; s < SHARDS; s++)
         if (locked >> s & 1)
