@@ -11,7 +11,7 @@ import errno
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import cast
@@ -728,6 +728,17 @@ class Plane:
         await self._run(
             lambda cookie: lib.kvfs_store_write(self._plane, cookie, segment, page, data, len(data)),
             f"segment {segment}: write of {len(data)} bytes at page {page}",
+        )
+
+    async def store_write_pages(self, segment: int, pages: Mapping[int, bytes]) -> None:
+        """Write these pages of a segment, by their numbers, all at once."""
+        data = b"".join(pages.values())
+        assert len(data) == len(pages) * PAGE_SIZE, f"segment {segment}: {len(data)} bytes of {len(pages)} pages"
+        await self._run(
+            lambda cookie: lib.kvfs_store_write_pages(
+                self._plane, cookie, segment, list(pages), len(pages), data
+            ),
+            f"segment {segment}: write of pages {', '.join(map(str, pages))}",
         )
 
     async def store_read(self, segment: int, page: int, size: int) -> bytes:

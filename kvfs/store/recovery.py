@@ -115,8 +115,11 @@ async def recover(
                 _reopened(segment, header)
                 to_scan.append((segment, 1))
             else:
-                # The header of this generation never arrived, so no block of it did.
+                # The header of this generation never arrived, so no block of it did. The summaries may be of the former
+                # life: the next one goes into the slot that was to have the first of this one.
                 segment.state, segment.live_pages = State.FREE, 0
+                segment.generation, segment.slot = header.generation, 1 - segment.slot
+                segments.mark_dirty(segment, gone=True)
         elif segment.state == State.OPEN:
             to_scan.append((segment, segment.next_page))
         if segment.state != State.FREE:

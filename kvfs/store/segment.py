@@ -43,7 +43,6 @@ class Segment:
     copy_stale: bool = False  # the summary in the other slot names blocks that are gone, or under old names
     summarized: bool = True  # a summary of this life may be on the device
     writing: bool = False  # a summary is on its way to the device: until it is there, a crash must find this dirty
-    opening: bool = False  # its header is being written
     closing: bool = False  # full; closed with its last run in flight
     held: int = 0  # files being written with pages here
     batch: int = 0  # index batch in which a block last came here or was renamed

@@ -1,15 +1,14 @@
 """Segments: their states, where the next block goes, their summaries. Knows extents and records, but no names or files.
 
 A segment is FREE, then OPEN (its header is durable, blocks are appended), then CLOSED, then EVICTING, then FREE again.
-Its generation changes when it is opened, and only then. A freed segment rests until its summary says that it is empty.
-The others must have what was removed or renamed before a block last came to it or was renamed there. Otherwise an older
-block under that block's name could come back by them (I16).
+Its generation changes when it is opened, and only then. A freed segment rests until the summaries of the others have
+what was removed or renamed before a block last came to it or was renamed there. Otherwise an older block under that
+block's name could come back by them (I16). Its own is written as it is opened, or in its turn if that comes first.
 """
 
 from __future__ import annotations
 
 import logging
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -27,7 +26,6 @@ from kvfs.pool.format import (
     Summary,
     pack_extent_header,
     pack_segment_header,
-    pack_summary,
     summary_age,
 )
 from kvfs.pool.geometry import Geometry
@@ -35,7 +33,8 @@ from kvfs.record import Inode
 from kvfs.store.eviction import TICKS_PER_POOL
 from kvfs.store.segment import Counter, Head, Segment, SegmentStatistics, State, usage
 from kvfs.store.segment_reader import SegmentReader
-from kvfs.types import PAGE_SIZE, ROOT_INODE, SLOT_STEP, InodeNumber, SegmentIndex
+from kvfs.store.summaries import Summaries
+from kvfs.types import PAGE_SIZE, SLOT_STEP, SegmentIndex
 from kvfs.units import counted
 
 log = logging.getLogger(__name__)
@@ -47,7 +46,6 @@ _OPEN_TRIES = 8
 # A tail shorter than this is not worth an extent of its own.
 _PIECE_PAGES_MIN = 16
 _SUMMARY_WRITERS = 4
-_YIELD_EVERY = 256
 # Append points of native clients: at most so many, and one in so many segments that can be written.
 _SEGMENTS_A_HEAD = 48
 # Segments opened ahead, the data plane's supply: at most so many, and one in so many.
@@ -104,6 +102,7 @@ class Segments:
         self.ready_taken = trio.Event()
         self._plane = plane
         self._index = index
+        self._summaries = Summaries(config, index, epoch)
         step = 1 if config.pod is None else SLOT_STEP
         self._generations = Counter(epoch, slot, step)
         self._sequences = Counter(epoch, slot, step)
@@ -112,6 +111,7 @@ class Segments:
         self._aside: set[SegmentIndex] = set()
         self._lost: set[SegmentIndex] = set()
         self._resting: set[SegmentIndex] = set()
+        self._opening: dict[SegmentIndex, trio.Event] = {}
         # Lent to native clients, or late writes may land there until this (trio) time.
         self._late: dict[SegmentIndex, float] = {}
         self._ready: deque[Segment] = deque()
@@ -132,7 +132,6 @@ class Segments:
         self._unsettled: dict[int, list[tuple[Sequence[Run], Callable[[], None]]]] = {}
         self._changed: set[SegmentIndex] = set()
         self._summaries_written = 0
-        self._summaries_too_large = 0
         self._write_errors = 0
         # How often a writer found no free segment.
         self.waits = 0
@@ -358,7 +357,7 @@ class Segments:
 
     @step
     def free(self, segment: Segment) -> None:
-        """Nothing in it is wanted. It can be opened again after the next flush of summaries."""
+        """Nothing in it is wanted. It can be opened again after the next flush_summaries()."""
         assert segment.state in (State.CLOSED, State.EVICTING), segment
         segment.state = State.FREE
         segment.live_pages = 0
@@ -650,43 +649,61 @@ class Segments:
             return None
         for _ in range(len(self._free)):
             number = self._free.popleft()
-            if number not in self._late and self._plane.segment_busy(number) == 0:
-                return self.all[number]
+            segment = self.all[number]
+            if number not in self._late and not segment.writing and self._plane.segment_busy(number) == 0:
+                return segment
             self._free.append(number)
         return None
 
     async def _format(self, segment: Segment, stream: Stream) -> bool:
-        """Give it a new generation and write its header. False if that failed: then it is free again, as the last."""
+        """Give it a new generation; write its header, and a summary that knows no block. False if that failed: then it
+        rests again, with its former generation."""
         assert segment.state == State.FREE and not segment.in_flight and not segment.live_pages
-        segment.state, segment.opening = State.OPEN, True
-        segment.generation = self._generations.next()
-        segment.stream, segment.next_page, segment.slot = stream, 1, 1
+        before = segment.generation, segment.sequence, segment.slot
+        segment.state = State.OPEN
+        # A turn of summaries waits for the end of this: until then the device may have those of the former life.
+        opened = self._opening[segment.index] = trio.Event()
+        segment.generation, segment.sequence, segment.slot = (
+            self._generations.next(), self._sequences.next(), 1 - segment.slot,
+        )  # fmt: skip
+        segment.stream, segment.next_page = stream, 1
         segment.dirty = segment.copy_stale = segment.summarized = segment.closing = False
         self._dirty.discard(segment.index)
         assert not segment.foreign, segment
-        members = self.members[segment.index]
-        header = SegmentHeader(segment.generation, self.epoch, segment.index, stream, members, self.slot)
         try:
-            await self._plane.store_write(segment.index, 0, pack_segment_header(self.config, header))
+            await self._plane.store_write_pages(segment.index, self._first_pages(segment))
         except BaseException as error:
-            # The write may still land: the generation is used up, nothing of it is in use.
             self._write_errors += 1
+            # The header may still land: no generation is used again, and nothing of this one is in use.
+            segment.generation, segment.sequence, segment.slot = before
             segment.state = State.FREE
-            self._add_free(segment.index)
+            self._resting.add(segment.index)
             self._changed.add(segment.index)
+            self.mark_dirty(segment, gone=True)
             if not isinstance(error, KvfsError):
                 raise
             self._open_error = error
             log.warning("segment %d: cannot be opened: %s", segment.index, error)
             return False
         finally:
-            segment.opening = False
+            del self._opening[segment.index]
+            opened.set()
         self._changed.add(segment.index)
         if segment.avoided:  # its device went while the header was written, perhaps to another
             self._open_error = DeviceError("its device went away meanwhile")
             self._retire(segment)
             return False
         return True
+
+    def _first_pages(self, segment: Segment) -> dict[int, bytes]:
+        """The pages that begin its life. Where the header is damaged, the summary tells that the former life is over."""
+        members = self.members[segment.index]
+        header = SegmentHeader(segment.generation, self.epoch, segment.index, Stream(segment.stream), members, self.slot)
+        summary = Summary(segment.generation, segment.sequence, segment.index, 0, 1, closed=False, entries=b"")
+        return {
+            0: pack_segment_header(self.config, header),
+            self.geometry.summary_page(segment.slot): self._summaries.pack_small(summary),
+        }
 
     async def _wait_for_space(self, stream: Stream, deadline: float) -> None:
         if not self.usable:
@@ -737,9 +754,10 @@ class Segments:
     async def flush_summaries(self, *, all_dirty: bool = True) -> None:
         """Write the stale summaries, then release the segments freed before to be opened again.
 
-        Without `all_dirty` only the freed segments' own are written. But all have their turn where a block came to a
-        freed segment, or was renamed there, since the last turn began. Such a block may have had the name of another
-        that was removed or renamed since then. The other's summary still has that name.
+        Without `all_dirty` none is written, and a freed segment's own summary goes with its next opening. But all have
+        their turn where a block came to a freed segment, or was renamed there, since the last turn began. Such a block
+        may have had the name of another that was removed or renamed since then. The other's summary still has that
+        name.
 
         A freed segment has to wait for the index if a block in it was younger than the last commit. Such a block may
         have taken the name of an older one, and the index does not know yet that the older one is gone. Unless the
@@ -752,21 +770,10 @@ class Segments:
             resting = [number for number in self._resting - lost if not self._waits(self.all[number])]
             if not all_dirty and not resting:
                 return
-            all_dirty |= any(self.all[number].turn > self._turns_done for number in resting)
-            due = self._dirty.difference(self._resting.difference(resting), lost)
-            batch = sorted(due if all_dirty else due.intersection(resting))
-            self._dirty.difference_update(batch)
-            turn = self._turn
-            self._turn += all_dirty
-            if batch:
-                queue = iter(batch)
-                async with trio.open_nursery() as nursery:
-                    for _ in range(min(_SUMMARY_WRITERS, len(batch))):
-                        nursery.start_soon(self._flush_some, queue)
-            if all_dirty:
-                self._turns_done = turn
+            if all_dirty or any(self.all[number].turn > self._turns_done for number in resting):
+                await self._take_turn(self._dirty - lost)
             for number in resting:
-                # Its device may have gone meanwhile, and its summary with it: then it is dirty still.
+                # Its device may have gone meanwhile.
                 if not self.all[number].lost:
                     self._resting.discard(number)
                     self._add_free(number)
@@ -775,6 +782,20 @@ class Segments:
             if resting:
                 self.exhausted = False
                 self.wake_waiters()
+
+    async def _take_turn(self, due: set[SegmentIndex]) -> None:
+        """Write these summaries. Those of segments that are being opened say nothing of a former life afterwards."""
+        batch, turn = sorted(due), self._turn
+        self._dirty.difference_update(batch)
+        self._turn += 1
+        if batch:
+            queue = iter(batch)
+            async with trio.open_nursery() as nursery:
+                for _ in range(min(_SUMMARY_WRITERS, len(batch))):
+                    nursery.start_soon(self._flush_some, queue)
+        for opened in list(self._opening.values()):
+            await opened.wait()
+        self._turns_done = turn
 
     async def _flush_some(self, queue: Iterable[SegmentIndex]) -> None:
         for number in queue:
@@ -804,21 +825,12 @@ class Segments:
         generation, closed = segment.generation, segment.state != State.OPEN
         with self.names:  # the data plane appends meanwhile: no run may lie before the page that it says
             covered = self.geometry.end_page if segment.state == State.FREE else segment.covered_page()
-        entries, count = (b"", 0) if segment.state == State.FREE else await self.collect(segment)
-        limit = self.geometry.summary_pages * PAGE_SIZE
+        free = segment.state == State.FREE
+        entries, count = (b"", 0) if free else await self._summaries.collect(segment.index)
         summary = Summary(
             generation, self._sequences.next(), segment.index, count, covered, closed, entries, compressed=False
         )
-        data = pack_summary(self.config, summary, self.epoch)
-        if len(data) > limit:
-            packed = await trio.to_thread.run_sync(zlib.compress, entries, 1)
-            data = pack_summary(self.config, summary.with_compressed(packed), self.epoch)
-        if len(data) > limit:
-            if not self._summaries_too_large:
-                log.warning("segment %d: a summary of %d blocks needs %d bytes, its slot has %d: its block headers "
-                            "describe it", segment.index, count, len(data), limit)  # fmt: skip
-            self._summaries_too_large += 1
-            data = pack_summary(self.config, summary.with_nothing(), self.epoch)
+        data = await self._summaries.pack(summary)
         if segment.generation != generation:
             return
         slot = 1 - segment.slot
@@ -833,27 +845,6 @@ class Segments:
             self._dirty.add(segment.index)
             if not again:
                 segment.dirty = True
-
-    async def collect(self, segment: Segment) -> tuple[bytes, int]:
-        """A summary's entries: the records of the live blocks whose header is here, then of the directories above."""
-        parts: list[bytes] = []
-        parents: set[InodeNumber] = set()
-        seen = {ROOT_INODE}
-        count = 0
-        inodes = self._index.segment_inodes(segment.index)
-        for at in range(0, len(inodes), _YIELD_EVERY):
-            if at:
-                await trio.lowlevel.checkpoint()
-            records, found, above = self._index.live_records(inodes[at : at + _YIELD_EVERY], segment.index)
-            parts.append(records)
-            parents |= above
-            count += found
-        while parents := parents - seen:
-            seen |= parents
-            records, found, parents = self._index.live_records(sorted(parents), None)
-            parts.append(records)
-            count += found
-        return b"".join(parts), count
 
     async def mark_overtaken(self) -> None:
         """After a crash: have the summaries written again that are newer than the index.
@@ -896,5 +887,5 @@ class Segments:
             count=len(self.own), size=self.geometry.segment_size, free=counts[State.FREE], open=counts[State.OPEN],
             closed=counts[State.CLOSED], evicting=counts[State.EVICTING], live_bytes=live * PAGE_SIZE,
             capacity=(len(self.own) - lost) * self.area * PAGE_SIZE, summaries_written=self._summaries_written,
-            summaries_too_large=self._summaries_too_large, write_errors=self._write_errors, lost=lost,
+            summaries_too_large=self._summaries.too_large, write_errors=self._write_errors, lost=lost,
         )  # fmt: skip

@@ -555,6 +555,8 @@ int64_t kvfs_inode_user(struct kvfs_plane *plane, uint64_t inode);
 
 /* data is copied before return; size a multiple of 4096. */
 int kvfs_store_write(struct kvfs_plane *plane, uint64_t cookie, uint32_t segment, uint32_t page, const void *data, uint64_t size);
+/* These pages of a segment, all at once. data: of 4096 bytes each, copied before return. Completion: 0, all of them are written; or -errno. */
+int kvfs_store_write_pages(struct kvfs_plane *plane, uint64_t cookie, uint32_t segment, const uint32_t *pages, uint32_t count, const void *data);
 /* out is the caller's and must live until the completion; size a multiple of 4096. Completion: size or -errno. */
 int kvfs_store_read(struct kvfs_plane *plane, uint64_t cookie, uint32_t segment, uint32_t page, void *out, uint64_t size);
 /* The same page of many segments: out is count * 4096 bytes; a page that could not be read is all 0xff. Completion: 0. */

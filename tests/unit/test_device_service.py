@@ -6,7 +6,7 @@ from __future__ import annotations
 import errno
 import shutil
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -149,16 +149,16 @@ def test_a_segment_that_is_opened_as_its_device_goes_is_not_written(
     """Its header may lie on another of its devices, and be written."""
 
     async def work(store: Store) -> None:
-        segments, store_write = store.segments, store.plane.store_write
+        segments, write_pages = store.segments, store.plane.store_write_pages
         opened: list[int] = []
 
-        async def write_as_it_goes(segment: int, page: int, data: bytes) -> None:
-            await store_write(segment, page, data)
-            if page == 0 and not opened and any(device == SICK for device, _ in segments.members[segment]):
+        async def write_as_it_goes(segment: int, pages: Mapping[int, bytes]) -> None:
+            await write_pages(segment, pages)
+            if not opened and any(device == SICK for device, _ in segments.members[segment]):
                 opened.append(segment)
                 fail(store)
 
-        monkeypatch.setattr(store.plane, "store_write", write_as_it_goes)
+        monkeypatch.setattr(store.plane, "store_write_pages", write_as_it_goes)
         if not ahead:
             monkeypatch.setattr(segments, "prepare", trio.lowlevel.checkpoint)
         for i in range(200):

@@ -184,6 +184,84 @@ int kvfs_store_read_pages(struct kvfs_plane *plane, uint64_t cookie, const uint3
     return 0;
 }
 
+/* ---- single pages of a segment at once ---- */
+
+struct page_write {
+    uint32_t *left;
+    int *result;
+    struct slot *slot;
+};
+
+static void page_written(struct io_group *group, bool reaped) {
+    struct page_write *page = group->owner;
+    if (!reaped) {
+        if (!*page->result)
+            *page->result = group->result;
+        --*page->left;
+    }
+    if (!group->expired || reaped) {
+        slot_put(page->slot);
+        free(page);
+    }
+}
+
+static int page_write_begin(struct kvfs_plane *plane, struct ring *ring, const struct store_job *job, uint32_t i, uint32_t *left, int *result) {
+    struct page_write *page = malloc(sizeof(*page));
+    struct slot *slot = slot_get_extra(&plane->reading_small);
+    int r = -ENOMEM;
+    if (page && slot) {
+        *page = (struct page_write){left, result, slot};
+        memcpy(slot->data, job->data + i * PAGE, PAGE);
+        ++*left;
+        r = ring_io(ring, true, job->segment, job->segments[i], &(struct iovec){slot->data, PAGE}, 1, NULL, 0, page_written, page);
+        *left -= r < 0;
+    }
+    if (r < 0) {
+        free(page);
+        slot_put(slot);
+    }
+    return r;
+}
+
+static void run_write_pages(struct kvfs_plane *plane, struct ring *ring, struct job *base) {
+    struct store_job *job = (struct store_job *)base;
+    uint32_t left = 0;
+    int result = 0, r = 0;
+    for (uint32_t i = 0; i < job->count && r == 0; i++)
+        r = page_write_begin(plane, ring, job, i, &left, &result);
+    ring_submit(ring);
+    while (left) {
+        ring_reap(ring);
+        if (left)
+            ring_wait(ring, 1000000000);
+    }
+    if (r == 0)
+        r = result;
+    if (r == 0)
+        COUNT(plane, written_bytes, job->count * PAGE);
+    store_done(plane, job, r);
+}
+
+int kvfs_store_write_pages(struct kvfs_plane *plane, uint64_t cookie, uint32_t segment, const uint32_t *pages, uint32_t count, const void *data) {
+    for (uint32_t i = 0; i < count; i++)
+        if (place_valid(plane, segment, pages[i], PAGE) < 0)
+            return -ERANGE;
+    struct store_job *job = store_job_new(run_write_pages, cookie);
+    if (job && ((job->data = malloc(count * PAGE + 1)) == NULL || (job->segments = malloc(count * sizeof(*pages) + 1)) == NULL)) {
+        free(job->data);
+        free(job);
+        job = NULL;
+    }
+    if (!job)
+        return -ENOMEM;
+    memcpy(job->data, data, count * PAGE);
+    memcpy(job->segments, pages, count * sizeof(*pages));
+    job->segment = segment;
+    job->count = count;
+    store_add(plane, job);
+    return 0;
+}
+
 /* ---- scan ---- */
 
 struct window {
