@@ -41,7 +41,7 @@ class Segment:
     slot: int = 1  # of the last summary
     dirty: bool = False  # the summary on the device is not true any more
     copy_stale: bool = False  # the summary in the other slot names blocks that are gone, or under old names
-    summarized: bool = True  # a summary of this life may be on the device
+    summarized: bool = True  # a summary that knows blocks of this life may be on the device
     writing: bool = False  # a summary is on its way to the device: until it is there, a crash must find this dirty
     closing: bool = False  # full; closed with its last run in flight
     held: int = 0  # files being written with pages here

@@ -696,10 +696,10 @@ class Segments:
         return True
 
     def _first_pages(self, segment: Segment) -> dict[int, bytes]:
-        """The pages that begin its life. Where the header is damaged, the summary tells that the former life is over."""
-        members = self.members[segment.index]
-        header = SegmentHeader(segment.generation, self.epoch, segment.index, Stream(segment.stream), members, self.slot)
-        summary = Summary(segment.generation, segment.sequence, segment.index, 0, 1, closed=False, entries=b"")
+        """The pages that begin its life. The summary is for a header that gets damaged: the former life is over."""
+        number, generation, stream = segment.index, segment.generation, Stream(segment.stream)
+        header = SegmentHeader(generation, self.epoch, number, stream, self.members[number], self.slot)
+        summary = Summary(generation, segment.sequence, number, 0, 1, closed=False, entries=b"")
         return {
             0: pack_segment_header(self.config, header),
             self.geometry.summary_page(segment.slot): self._summaries.pack_small(summary),
@@ -808,7 +808,7 @@ class Segments:
                 self._write_errors += 1
                 log.warning("segment %d: summary not written: %s", number, error)
                 # Tried again with the next flush, unless it has a new life already.
-                if segment.generation == generation and (segment.state != State.FREE or segment.lost):
+                if segment.generation == generation:
                     self.mark_dirty(segment, gone=gone)
             finally:
                 segment.writing = False

@@ -433,6 +433,32 @@ def test_a_summary_that_was_not_written_still_has_to_say_what_is_gone(
     with_store(pool, work, replace(OPTIONS, commit_interval_s=1000))
 
 
+def test_a_freed_segment_whose_summary_was_not_written_is_stale_until_it_is_opened(
+    pool: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(store: Store) -> None:
+        block = await write(store, b"gone")
+        store.segments.retire_open()
+        for _ in range(2):
+            await store.segments.flush_summaries()
+        unlink(store, b"gone")
+        await store.blocks.commit()
+        segment = store.segments.all[block.segment]
+
+        async def fails(index: int, page: int, data: bytes) -> None:
+            raise DeviceError("no")
+
+        with monkeypatch.context() as failing:
+            failing.setattr(store.plane, "store_write", fails)
+            await store.segments.flush_summaries()
+        assert segment.state == State.FREE and segment.dirty and segment.copy_stale
+        store.segments._free.remove(segment.index)
+        assert await store.segments._format(segment, Stream.NEW) and not segment.dirty and not segment.copy_stale
+        store.segments._supply(segment)
+
+    with_store(pool, work, replace(OPTIONS, commit_interval_s=1000))
+
+
 def test_a_summary_that_does_not_fit_is_compressed(tmp_path: Path) -> None:
     pool = make_pool(tmp_path / "pool", files=1, size=16 << 20)
 
