@@ -517,8 +517,8 @@ class _Check:
         self._index.commit_now()
 
     async def _check_summaries(self) -> None:
-        """Check the summaries of closed segments. Without a valid one the block headers describe the segment, and those
-        still have removed blocks."""
+        """Check the summaries of closed segments. Without a valid one of since then the block headers describe the
+        segment, and those still have removed blocks."""
         if self._stale:
             return
 
@@ -532,7 +532,10 @@ class _Check:
             if segment.state != State.CLOSED or segment.lost:
                 continue
             self._progress("checking summaries", done, len(self._segments.own))
-            if segment.dirty or await self._segments.reader.summary(segment.index, segment.generation) is not None:
+            if segment.dirty:
+                continue
+            found = await self._segments.reader.summary(segment.index, segment.generation)
+            if found is not None and found.closed:
                 continue
             if self._repair:
                 self._segments.mark_dirty(segment, gone=False)
