@@ -94,6 +94,8 @@ async def recover(
         header = headers[segment.index]
         if segment.lost:
             # Only the index knows anything of this segment. device_service.py takes care of its device's return.
+            if segment.state == State.OPEN:
+                segments.mark_dirty(segment, gone=True)
             if segment.state != State.FREE:
                 segment.state, segment.next_page = State.CLOSED, segments.geometry.end_page
                 segments.changed(segment)
