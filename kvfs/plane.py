@@ -735,9 +735,7 @@ class Plane:
         data = b"".join(pages.values())
         assert len(data) == len(pages) * PAGE_SIZE, f"segment {segment}: {len(data)} bytes of {len(pages)} pages"
         await self._run(
-            lambda cookie: lib.kvfs_store_write_pages(
-                self._plane, cookie, segment, list(pages), len(pages), data
-            ),
+            lambda cookie: lib.kvfs_store_write_pages(self._plane, cookie, segment, list(pages), len(pages), data),
             f"segment {segment}: write of pages {', '.join(map(str, pages))}",
         )
 

@@ -404,9 +404,7 @@ def test_others_are_emptied_while_a_drain_waits_for_what_is_written_to_its_segme
 
 
 @pytest.mark.parametrize("pins", [False, True])
-def test_a_group_stays_while_the_record_of_one_is_not_in_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pins: bool
-) -> None:
+def test_a_group_stays_while_the_record_of_one_is_not_in_memory(tmp_path: Path, pins: bool) -> None:
     async def work(store: Store) -> None:
         if pins:
             await store.blocks.pin(make(store, ROOT_INODE, b"other", Kind.DIRECTORY).inode)
