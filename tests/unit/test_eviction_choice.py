@@ -363,7 +363,7 @@ def test_a_segment_that_was_freed_as_its_blocks_were_copied_is_left_alone(
             assert store.blocks.evict(segment, [block.inode for block in blocks]).blocks == 5
             if again:
                 store.segments._resting.discard(segment.index)
-                assert await store.segments._format(segment, segment.stream)
+                assert await store.segments._format(segment, Stream.NEW)
                 segment.state = State.EVICTING
             return False
 
