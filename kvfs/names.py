@@ -221,10 +221,6 @@ class Names:
         """Hosts may believe that this name leads to a block that was evicted."""
         lib.kvfs_names_untold(self._names, parent, name, len(name))
 
-    def is_untold(self, parent: int, name: bytes) -> bool:
-        """Whether hosts may believe so."""
-        return bool(lib.kvfs_names_is_untold(self._names, parent, name, len(name)))
-
     def told(self) -> None:
         """Hosts believe so of no name."""
         lib.kvfs_names_untold(self._names, 0, b"", 0)

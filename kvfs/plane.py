@@ -20,12 +20,12 @@ import trio
 
 from kvfs._native import ffi, lib
 from kvfs.cgroup import threads_told
-from kvfs.errors import KvfsError, NamesFullError
+from kvfs.errors import KvfsError
 from kvfs.frames import Frames
 from kvfs.held import HeldMount
 from kvfs.listings import Listings
 from kvfs.names import LOOK, Evicted, Leave, Look, Names
-from kvfs.naming import Act, Naming
+from kvfs.naming import Act, Given, Naming
 from kvfs.podmap import PodMap, PodOptions
 from kvfs.record import RECORD_BYTES, RECORD_SIZE, Extent
 from kvfs.types import PAGE_SIZE, InodeNumber, SegmentIndex, UserNumbers
@@ -470,14 +470,6 @@ class Plane:
         """Return when the hosts have all notifications that were queued before."""
         await self._run(lambda cookie: lib.kvfs_notify_flush(self._plane, cookie), "notification of the hosts")
 
-    def name_put(self, record: bytes, replaced: int) -> int:
-        """Not 0: the inode `replaced` is kept, being open or LINGERS. NamesFullError: no room for another name."""
-        _assert_record(record)
-        result = lib.kvfs_name_put(self._plane, record, replaced)
-        if result == -errno.ENOSPC:
-            raise NamesFullError("block table: every record is taken")
-        return _check(result, "block table: put")
-
     def inode_update(self, record: bytes) -> int:
         _assert_record(record)
         return _check(lib.kvfs_inode_update(self._plane, record), "block table: update")
@@ -488,10 +480,11 @@ class Plane:
         _check(lib.kvfs_inode_move(self._plane, record), "block table: move")
 
     def naming(
-        self, act: Act, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int, inode: int
-    ) -> Naming:
-        """A removal or rename, to be begun."""
-        return Naming(self._plane, act, parent, name, new_parent, new_name, flags, inode)
+        self, act: Act, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int, inode: int,
+        given: Given | None,
+    ) -> Naming:  # fmt: skip
+        """A change of names, to be begun."""
+        return Naming(self._plane, act, parent, name, new_parent, new_name, flags, inode, given)
 
     def inode_hide(self, inode: int) -> int:
         """Its device is away: it leaves the table, unless it is open."""
@@ -535,9 +528,6 @@ class Plane:
 
     # ---- files being written ----
 
-    def file_create(self, inode: int) -> int:
-        return _check(lib.kvfs_file_create(self._plane, inode), f"create of inode {inode}")
-
     async def file_rewrite(self, inode: int, keep_content: bool) -> None:
         """From the return on all handles of a sealed file read through staging; without keep_content it is empty
         then."""
@@ -551,9 +541,6 @@ class Plane:
 
     def file_allocate(self, inode: int, size: int) -> int:
         return _check(lib.kvfs_file_allocate(self._plane, inode, size), f"fallocate of inode {inode} to {size}")
-
-    def file_set_mtime(self, inode: int, mtime_ns: int) -> int:
-        return _check(lib.kvfs_file_set_mtime(self._plane, inode, mtime_ns), f"mtime of inode {inode}")
 
     def seal_begin(self, inode: int) -> SealInfo:
         _check(lib.kvfs_seal_begin(self._plane, inode, self._info), f"seal of inode {inode}")

@@ -66,15 +66,6 @@ class Foreign(NamedTuple):
     gid: int
 
 
-class Rights(NamedTuple):
-    """Of a directory, with the version of their last change on any node."""
-
-    version: int
-    mode: int
-    uid: int
-    gid: int
-
-
 class Conflict(NamedTuple):
     """struct kvfs_pod_conflict: this node's own block, or its directory's rights, that lost against another node's
     news."""
@@ -154,13 +145,6 @@ class PodMap:
         result = lib.kvfs_foreign_find(self._plane, parent, name, len(name), self._record)
         return None if result < 0 else self._foreign(parent, name)
 
-    def rights(self, parent: InodeNumber, name: bytes) -> Rights | None:
-        """Of a directory that other nodes have."""
-        r = self._record
-        if lib.kvfs_foreign_rights(self._plane, parent, name, len(name), r) < 0:
-            return None
-        return Rights(r.version, r.mode, r.uid, r.gid)
-
     def tombstones(self) -> list[Tombstone]:
         """Names of other nodes that were removed here since the last call."""
         found: list[Tombstone] = []
@@ -188,10 +172,6 @@ class PodMap:
             InodeNumber(r.inode), parent, name, r.kind == 2, r.size, r.segment, r.page, r.generation, r.mode, r.uid,
             r.gid,
         )  # fmt: skip
-
-    def directory_number(self, parent: InodeNumber, name: bytes, secret: int) -> InodeNumber:
-        """The inode number of a pod's directory, on every node."""
-        return InodeNumber(lib.kvfs_directory_number(parent, name, len(name), secret))
 
     # ---- what others tell ----
 

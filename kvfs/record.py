@@ -66,7 +66,6 @@ RECORD_NUMBERS = struct.Struct("<QQ")  # inode and parent, from NUMBER_OFFSET on
 RECORD_PARENT, PARENT_OFFSET = struct.Struct("<Q"), 16
 RECORD_HOME, HOME_OFFSET = struct.Struct("<I8xI"), 48  # segment and extent_count
 RECORD_TIMES, TIMES_OFFSET = struct.Struct("<qq"), 64  # mtime_ns and ctime_ns
-RECORD_LINKS, LINKS_OFFSET = struct.Struct("<I"), 100
 RECORD_BYTES = struct.Struct("<I")  # record_size
 _NO_SEGMENT = SegmentIndex(0)
 _NO_SEGMENT = SegmentIndex(0)

@@ -47,10 +47,6 @@ class Index(Protocol):
         follow. `record`: new.pack(), if the caller has it."""
         ...
 
-    def replace_directory(self, number: InodeNumber, record: bytes) -> None:
-        """Change an existing directory: only times and links differ."""
-        ...
-
     def delete(self, old: Inode) -> None: ...
 
     def list(self, parent: InodeNumber, after: bytes, limit: int) -> Dentries:

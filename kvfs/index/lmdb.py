@@ -512,9 +512,6 @@ class LmdbIndex:
             self.note_removed(old)
         self._put(int(new.inode), record or new.pack(), old is not None)
 
-    def replace_directory(self, number: InodeNumber, record: bytes) -> None:
-        self._put(number, record, True)
-
     def _put(self, number: int, record: bytes, known: bool) -> None:
         try:
             self._names.put(record, known)

@@ -11,7 +11,7 @@ import stat
 from collections.abc import Awaitable, Callable
 
 from kvfs.errors import KvfsError, StaleInodeError
-from kvfs.podmap import Foreign, PodMap, Rights
+from kvfs.podmap import Foreign, PodMap
 from kvfs.record import Inode, InodeFlags, Kind, split_records
 from kvfs.store.store import Store
 from kvfs.types import EPOCH_MAX, InodeNumber
@@ -25,7 +25,7 @@ class ForeignNames:
 
     def __init__(self, store: Store, podmap: PodMap) -> None:
         self._plane, self._map, self._sealing = store.plane, podmap, store.sealing
-        self._secret, self._end_page = store.config.secret, store.segments.geometry.end_page
+        self._end_page = store.segments.geometry.end_page
         # How many times this node's part the pool is.
         self.parts = len(store.segments.all) / len(store.segments.own)
         # Waits for the news of all nodes; None: look-ups that miss do not wait.
@@ -35,13 +35,6 @@ class ForeignNames:
         """The directory of this name at another node."""
         found = self._map.find(parent, name)
         return found if found is not None and found.directory else None
-
-    def rights(self, parent: InodeNumber, name: bytes) -> Rights | None:
-        """The rights of the directory of this name at other nodes."""
-        return self._map.rights(parent, name)
-
-    def directory_number(self, parent: InodeNumber, name: bytes) -> InodeNumber:
-        return self._map.directory_number(parent, name, self._secret)
 
     def block(self, parent: InodeNumber, name: bytes) -> Foreign | None:
         """The block of this name at another node."""

@@ -9,7 +9,6 @@ sealing.py's.
 from __future__ import annotations
 
 import logging
-import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -19,12 +18,11 @@ from itertools import compress
 
 import trio
 
-from kvfs.errors import KvfsError, NotEmptyError
+from kvfs.errors import AttributesFullError, KvfsError, NamesFullError, NotEmptyError, NotFoundError, StaleInodeError
 from kvfs.index.lmdb import LmdbIndex
 from kvfs.names import Evicted, Leave, Look, Removed, step
-from kvfs.naming import END_OPEN, Act, Naming
+from kvfs.naming import END_OPEN, Act, Given, Naming
 from kvfs.plane import OpenState, Plane, PlaneError
-from kvfs.podmap import Rights
 from kvfs.pool.format import META_IN_FLIGHT, META_NUMBER, META_VERSION
 from kvfs.record import Inode, InodeFlags, Kind
 from kvfs.store.bringing import Bringing
@@ -47,6 +45,10 @@ _BEHIND_DELAY_S = 0.01
 # Hosts are told of evictions after this time: each telling makes their kernels look every name up again.
 TELL_S = 0.25
 _WALK_BATCH = 512
+_NOBODY = InodeNumber(0)
+
+
+def _nothing() -> None: ...
 
 
 class Blocks:
@@ -231,33 +233,99 @@ class Blocks:
     def _look_at_directory(self, inode: Inode) -> None:
         """Another node has changed its rights, or has nothing in it any more. A directory that
         was only looked up here goes with the last node that has it."""
-        if self.follow_rights(inode) is not inode or InodeFlags.BORROWED not in inode.flags:
+        try:
+            self.follow_rights(inode.inode)
+        except StaleInodeError:
             return
-        if self._rights(inode) is None:
-            with suppress(NotEmptyError):
-                self.take_name(inode.inode)
-                self.tell_hosts()
+        except NotFoundError:
+            if InodeFlags.BORROWED in inode.flags:
+                with suppress(NotEmptyError):
+                    self.take_name(inode.inode)
+                    self.tell_hosts()
 
-    def _rights(self, inode: Inode) -> Rights | None:
-        return None if self.plane.pod is None else self.plane.pod.rights(inode.parent, inode.name)
-
-    @step
-    def follow_rights(self, inode: Inode) -> Inode:
+    def follow_rights(self, number: InodeNumber) -> Inode:
         """In a pod a directory has the rights that were set last, on whichever node. Returns the directory as it is
-        then; the others hear of it from each node that has it."""
-        theirs = self._rights(inode)
-        if theirs is None or theirs.version <= inode.version:
-            return inode
-        changed = inode.copy()
-        changed.version, changed.mode, changed.uid, changed.gid = theirs
-        changed.ctime_ns = time.time_ns()
-        self.index.put(changed, inode)
-        self.plane.inode_update(changed.pack())
-        self._directory_changed(changed.inode)
-        self.tell_hosts()
-        return changed
+        then; the others hear of it from each node that has it. NotFoundError: no other node has it."""
+        return self._made(Act.FOLLOW, inode=number)
 
-    # ---- removals and renames: made in C (native/src/content/naming.c) ----
+    # ---- names: made, renamed and removed in C (native/src/content/making.c, naming.c) ----
+
+    def create(self, parent: InodeNumber, name: bytes, mode: int, uid: int, gid: int) -> Inode:
+        """A new empty file, which is being written. ExistsError, NamesFullError."""
+        return self._make(Act.CREATE, parent, name, Given(mode, uid, gid))
+
+    def mkdir(self, parent: InodeNumber, name: bytes, mode: int, uid: int, gid: int) -> Inode:
+        return self._make(Act.MKDIR, parent, name, Given(mode, uid, gid))
+
+    def symlink(self, parent: InodeNumber, name: bytes, target: bytes, uid: int, gid: int) -> Inode:
+        return self._make(Act.SYMLINK, parent, name, Given(0, uid, gid, target))
+
+    def _make(self, act: Act, parent: InodeNumber, name: bytes, given: Given) -> Inode:
+        self.check_not_behind()
+        return self._made(act, parent, name, given)
+
+    def enter_copy(self, block: Inode) -> None:
+        """A block of another node was stored here, too. ExistsError."""
+        self._made(Act.COPY, block.parent, block.name, Given(data=block.pack()))
+
+    def borrow(self, parent: InodeNumber, name: bytes) -> Inode:
+        """The directory of this name that other nodes have, or who has the name here. NotFoundError."""
+        with self.names.serving_nobody():
+            return self._made(Act.BORROW, parent, name, None)
+
+    def own(self, directory: InodeNumber) -> Inode:
+        """Something is made in a directory: the other nodes are told that it and all above are here, too. Its version
+        stays: it is of its rights."""
+        return self._made(Act.OWN, inode=directory)
+
+    # ---- records: changed in C (native/src/content/attributes.c). StaleInodeError ----
+
+    def set(self, number: InodeNumber, given: Given) -> Inode:
+        """The attributes that are `given`."""
+        return self._made(Act.SET, given=given, inode=number)
+
+    def mark(
+        self, number: InodeNumber, *, on: InodeFlags = InodeFlags.NONE, off: InodeFlags = InodeFlags.NONE,
+        counted: Callable[[], None] = _nothing,
+    ) -> None:  # fmt: skip
+        """Set flags and clear some. `counted` is called in the same step. What is gone, or on a device that is away,
+        has none."""
+
+        def done(naming: Naming) -> None:
+            self._changed(naming)
+            counted()
+
+        if self.index.raw(number) is not None:
+            with suppress(StaleInodeError):
+                self.bringing.change(done, Act.MARK, inode=number, given=Given(on=on, off=off))
+
+    def set_attribute(self, number: InodeNumber, name: bytes, value: bytes) -> None:
+        """An extended one. AttributesFullError."""
+        try:
+            self.bringing.change(self._changed, Act.ATTRIBUTE, inode=number, given=Given(key=name, data=value))
+        except NamesFullError as error:
+            raise AttributesFullError(f"inode {number}: extended attributes have no room for {name!r}") from error
+
+    def remove_attribute(self, number: InodeNumber, name: bytes) -> None:
+        """NoAttributeError."""
+        self.bringing.change(self._changed, Act.UNSET, inode=number, given=Given(key=name))
+
+    def _made(
+        self, act: Act, parent: InodeNumber = _NOBODY, name: bytes = b"", given: Given | None = None,
+        inode: InodeNumber = _NOBODY,
+    ) -> Inode:  # fmt: skip
+        """What was made, or changed, as it is now."""
+        record = b""
+
+        def done(naming: Naming) -> None:
+            nonlocal record
+            record = naming.made
+            self._changed(naming)
+            if act == Act.COPY:
+                self.count_pinned(None, Inode.unpack(record))
+
+        self.bringing.change(done, act, parent, name, inode=inode, given=given)
+        return Inode.unpack(record)
 
     def unlink(self, parent: InodeNumber, name: bytes) -> None:
         self.bringing.change(self._changed, Act.UNLINK, parent, name)
@@ -284,12 +352,14 @@ class Blocks:
         self.bringing.change(self._changed, Act.END, inode=number, flags=END_OPEN if even_open else 0)
 
     def _changed(self, done: Naming) -> None:
-        """Within the step of a removal or rename: count what is counted here."""
+        """Within the step of a change of names: count what is counted here."""
         self.segments.take_notes()
         if done.lingers and done.lost is not None:
             self.linger(done.lost)
         if done.untold:
-            self.tell_hosts()
+            self.tell_hosts()  # their kernels may believe that the name leads to a block that was evicted
+        if done.is_below:
+            self._directory_changed(InodeNumber(done.inode))
         if not self.pins and self.index.removed_names is None and not done.is_of_directories:
             return
         removed, renamed = done.removed, done.renamed
@@ -333,20 +403,6 @@ class Blocks:
         self.segments.mark_dirty(self.segments.all[inode.segment], gone=True)
         self.segments.account(inode, None)
 
-    @step
-    def renamed(self, inode: Inode, *, entered: bool = False, rights: bool = True) -> None:
-        """Name or attributes of an inode in the index have changed, or it has lost its name: summaries must say so. The
-        version rises, unless it did when the inode `entered`. In a pod a directory's is of its rights alone."""
-        if not entered and not inode.nameless:
-            if rights or inode.kind != Kind.DIRECTORY or self.plane.pod is None:
-                inode.version = self.next_version()
-            self.index.put(inode, inode)
-            self.plane.inode_update(inode.pack())
-        if inode.kind == Kind.DIRECTORY:
-            self._directory_changed(inode.inode)
-        elif inode.sealed:
-            self.segments.renamed(self.segments.all[inode.segment], gone=inode.nameless)
-
     def _directory_changed(self, number: InodeNumber) -> None:
         """Summaries of blocks below it must say so."""
         self.directory_moves += 1
@@ -379,15 +435,6 @@ class Blocks:
         if self._evicted.is_set():
             self._evicted = trio.Event()
         self.plane.notify_epoch()
-
-    def is_untold(self, parent: InodeNumber, name: bytes) -> bool:
-        """Whether a host may still believe that the name leads to a block that was evicted."""
-        return self.names.is_untold(parent, name)
-
-    def give_name(self, parent: InodeNumber, name: bytes) -> None:
-        """The name leads to another inode now. Hosts without notice of its eviction get it at once."""
-        if self.is_untold(parent, name):
-            self.tell_hosts()
 
     async def tell_evictions(self) -> None:
         """Tell hosts of evictions, all of TELL_S at once. Until cancelled."""
@@ -505,23 +552,16 @@ class Blocks:
             if user is not None:
                 self.shares.add(PINNED, user, -size)
 
-    @step
     def _set_pinned(self, number: InodeNumber, pinned: bool, user: int = ROOT) -> None:
-        before = self.index.get(number)
-        if before is None:
-            return
-        inode = before.copy()
-        inode.flags = before.flags | InodeFlags.PINNED if pinned else before.flags & ~InodeFlags.PINNED
-        self.index.put(inode, before)
-        if pinned:
-            self.pins.add(number, user)
-        else:
-            self.pins.remove(number)
-            self.segments.look_again()
-        if inode.sealed or inode.kind == Kind.DIRECTORY:
-            self.renamed(inode, rights=False)
-        else:
-            self.plane.inode_update(inode.pack())
+        def counted() -> None:
+            if pinned:
+                self.pins.add(number, user)
+            else:
+                self.pins.remove(number)
+                self.segments.look_again()
+
+        on, off = (InodeFlags.PINNED, InodeFlags.NONE) if pinned else (InodeFlags.NONE, InodeFlags.PINNED)
+        self.mark(number, on=on, off=off, counted=counted)
 
 
 def _take_changes(written: Inode, before: Inode, current: Inode) -> None:

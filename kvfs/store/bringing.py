@@ -1,4 +1,4 @@
-"""Removals and renames: the data plane makes them, and this brings from the index what they lack.
+"""Changes of names: the data plane makes them, and this brings from the index what they lack.
 
 It is as a page fault: C says what is not in memory and has changed nothing, Python brings that and asks again. No lock
 is held while the index is read. What was brought stays in memory until the change has ended. C looks at everything
@@ -21,12 +21,14 @@ from kvfs.errors import (
     KvfsError,
     NamesFullError,
     NameTooLongError,
+    NoAttributeError,
     NotDirectoryError,
     NotEmptyError,
     NotFoundError,
+    StaleInodeError,
 )
 from kvfs.index.lmdb import LmdbIndex
-from kvfs.naming import TRIES, Act, Naming, Need
+from kvfs.naming import TRIES, Act, Given, Naming, Need
 from kvfs.plane import Plane
 from kvfs.record import Inode
 from kvfs.types import InodeNumber
@@ -37,6 +39,7 @@ _ERRORS: dict[int, type[KvfsError]] = {
     errno.ENOENT: NotFoundError, errno.EEXIST: ExistsError, errno.ENOTDIR: NotDirectoryError,
     errno.EISDIR: IsDirectoryError, errno.ENOTEMPTY: NotEmptyError, errno.EXDEV: CrossDeviceError,
     errno.EINVAL: InvalidArgumentError, errno.ENAMETOOLONG: NameTooLongError, errno.ENOSPC: NamesFullError,
+    errno.ESTALE: StaleInodeError, errno.ENODATA: NoAttributeError,
 }  # fmt: skip
 
 
@@ -44,10 +47,6 @@ class Directories(Protocol):
     """The namespace, which knows who has a directory open."""
 
     def is_open_directory(self, number: InodeNumber) -> bool: ...
-
-    def enter_theirs(self, parent: InodeNumber, name: bytes) -> None:
-        """Make the directory of this name that other nodes have, unless the name was taken meanwhile."""
-        ...
 
     def directory_removed(self, directory: Inode) -> None: ...
 
@@ -62,11 +61,12 @@ class Bringing:
     def change(
         self, done: Callable[[Naming], None], act: Act, parent: int = 0, name: bytes = b"", new_parent: int = 0,
         new_name: bytes = b"", flags: int = 0, inode: int = 0, still: Callable[[bytes], bool] | None = None,
+        given: Given | None = None,
     ) -> None:  # fmt: skip
         """Make it; `done` counts it, in the same step. KvfsError: it was not made (Naming.go() says what may have
         changed). `still`: it is only made while the record of `inode`, looked at in the same step, is so."""
         assert not self._names.is_step  # the index is read without a lock (I48)
-        naming = self._plane.naming(act, parent, name, new_parent, new_name, flags, inode)
+        naming = self._plane.naming(act, parent, name, new_parent, new_name, flags, inode, given)
         try:
             for _ in range(TRIES):
                 result = self._try(naming, done, still)
@@ -90,7 +90,7 @@ class Bringing:
                 self._index.hidden_holder(InodeNumber(p), n) for p, n in zip(naming.parents, naming.names, strict=True)
             ]
             naming.hidden(holders)
-            hidden = holders[1]
+            hidden = holders[naming.given_name]
             self._index.bring([holder for holder in holders if holder])
         with self._names:
             if still is not None and not self._is_still(naming.inode, still):
@@ -125,15 +125,10 @@ class Bringing:
         elif need == Need.ABOVE:
             if (missing := index.keep_above(naming.inodes[0])) is not None:
                 naming.gone([missing])
-        elif need == Need.EMPTY:
+        else:
             (number,) = naming.inodes
             empty = index.is_empty(number)
             naming.is_empty(number, empty, self.directories is not None and self.directories.is_open_directory(number))
-        else:
-            if self.directories is not None:
-                with names.serving_nobody():
-                    self.directories.enter_theirs(InodeNumber(naming.parents[0]), naming.names[0])
-            naming.theirs_entered()
 
 
 def _told(naming: Naming) -> str:

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 import trio
 
 from kvfs.errors import BusyError, DeadlineError, DeviceError, InvalidArgumentError, KvfsError, NoSpaceError
-from kvfs.names import step
 from kvfs.plane import PlaneError, Run
 from kvfs.record import InodeFlags
 from kvfs.store.blocks import Blocks
@@ -53,7 +52,7 @@ class Slabs:
     def __init__(self, blocks: Blocks, sealing: Sealing, quota: float) -> None:
         """`quota`: the part of the pool's segments that slabs may have. refused: advice about
         the last file that became no slab for it, or ""."""
-        segments = blocks.segments
+        segments, self._blocks = blocks.segments, blocks
         self._segments, self._index, self._plane, self._sealing = segments, blocks.index, blocks.plane, sealing
         self._space, self._shares, self.names = blocks.space, blocks.shares, blocks.names
         self._slabs: dict[int, _Slab] = {}
@@ -285,13 +284,9 @@ class Slabs:
             if inode is not None:
                 self._index.delete(inode)
 
-    @step
     def _mark(self, number: InodeNumber, slab: bool) -> None:
-        inode = self._index.get(number)
-        if inode is not None and (InodeFlags.SLAB in inode.flags) != slab:
-            inode.flags ^= InodeFlags.SLAB
-            self._index.put(inode, inode)
-            self._plane.inode_update(inode.pack())
+        on, off = (InodeFlags.SLAB, InodeFlags.NONE) if slab else (InodeFlags.NONE, InodeFlags.SLAB)
+        self._blocks.mark(number, on=on, off=off)
 
     def freed(self, number: InodeNumber, first: int) -> None:
         """Nothing of the slab that began with segment `first` is under way (KVFS_EVENT_SLAB_FREE). Runs in one step."""

@@ -138,8 +138,6 @@ enum kvfs_names_leave {
 void kvfs_names_leave(struct kvfs_names *names, uint32_t reason, int on);
 /* Hosts may believe that this name leads to an evicted block: Python makes it. With name_size 0: no host believes so of any. */
 void kvfs_names_untold(struct kvfs_names *names, uint64_t parent, const char *name, uint32_t name_size);
-/* 1: hosts may believe so of this name, 0: none does. */
-int kvfs_names_is_untold(struct kvfs_names *names, uint64_t parent, const char *name, uint32_t name_size);
 
 /* ---- places: where in the segments blocks go ---- */
 

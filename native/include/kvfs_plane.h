@@ -303,11 +303,9 @@ void kvfs_flush_give_up(struct kvfs_plane *plane);
 
 /* ---- names (all from the one control-plane thread) ---- */
 
-/* Like kvfs_table_put. If the name led to another inode (`replaced`), that inode is kept nameless if it is open, or sealed. A look-up of a
- * moment ago can still open its inode then (the kernel repeats an OPEN that is ESTALE only once). Returns KVFS_KEPT_OPEN or KVFS_KEPT_LINGERS if kept,
- * else 0. */
+/* What has lost its name lives on: it is open, or it was sealed. A look-up of a moment ago can still open it then: the kernel repeats an OPEN that is ESTALE
+ * only once. */
 enum kvfs_kept { KVFS_KEPT_OPEN = 1, KVFS_KEPT_LINGERS = 2 };
-int kvfs_name_put(struct kvfs_plane *plane, const void *inode_record, uint64_t replaced);
 /* Attributes or place changed, name unchanged. */
 int kvfs_inode_update(struct kvfs_plane *plane, const void *inode_record);
 /* Like kvfs_inode_update, for a block that was copied to another place; -EBUSY: it is being written, from its old place, and stays
@@ -415,8 +413,6 @@ struct kvfs_pod *kvfs_plane_pod(struct kvfs_plane *plane); /* the plane's; NULL:
 struct kvfs_news *kvfs_plane_news(struct kvfs_plane *plane);
 /* The block or directory that the name leads to at other nodes. 0: a block; 1: a directory; -ENOENT; -EAGAIN: try again. */
 int kvfs_foreign_find(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t name_size, struct kvfs_record *out);
-/* The same of a directory that other nodes have: its rights, and as its version that of their last change. 0, -ENOENT, -EAGAIN. */
-int kvfs_foreign_rights(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t name_size, struct kvfs_record *out);
 /* Tell once more of all directories that this node has: another one has begun, and empty ones are on no device. Returns how many. Any thread. */
 uint64_t kvfs_foreign_tell_directories(struct kvfs_plane *plane);
 /* Names of other nodes that were removed here, since the last call. Their owners may be away: the node that removed them says it again when they are back.
@@ -442,13 +438,9 @@ int kvfs_foreign_note(struct kvfs_plane *plane, uint32_t what, const void *block
 /* Take in inode records that were found on the devices. Entries of blocks whose header is in this segment, in this life, count; and of directories.
  * Returns how many were taken, or -EBADMSG: one makes no sense. */
 int64_t kvfs_foreign_load(struct kvfs_plane *plane, uint32_t segment, uint64_t generation, const void *records, uint64_t size);
-/* The inode number of a directory of a pod. */
-uint64_t kvfs_directory_number(uint64_t parent, const char *name, uint32_t name_size, uint64_t secret);
 
 /* ---- files being written ---- */
 
-/* A new, empty, dirty file; its record is in the table already (not SEALED). Call before the reply to CREATE. */
-int kvfs_file_create(struct kvfs_plane *plane, uint64_t inode);
 /* A sealed file opened for writing (or truncated): from the completion on all its handles read through staging. keep_content 0: it is then
  * empty. Completion: 0, -EBUSY (a seal or spill is under way, and keep_content is 0), -ENOENT, -EBADMSG, or -errno of reading the header. 0
  * also for a file that is being written already: it is truncated if keep_content is 0. */
@@ -458,7 +450,6 @@ int kvfs_file_rewrite(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode,
 int kvfs_file_truncate(struct kvfs_plane *plane, uint64_t inode, uint64_t size);
 /* The same for fallocate(2), which makes a file no smaller, and asks for its room: -ENOSPC, or the error of kvfs_set_space. */
 int kvfs_file_allocate(struct kvfs_plane *plane, uint64_t inode, uint64_t size);
-int kvfs_file_set_mtime(struct kvfs_plane *plane, uint64_t inode, int64_t mtime_ns);
 
 /* ---- slabs: files that are overwritten in place, in whole segments ---- */
 
@@ -509,7 +500,7 @@ int kvfs_seal_write(struct kvfs_plane *plane, uint64_t cookie, uint64_t inode, c
                     const void *record, uint32_t record_size, const void *ancestors, uint32_t ancestors_size);
 /* The record as the header has it, with extents; for the index and the table. Returns its size; -ERANGE if capacity is less. */
 int kvfs_seal_record(struct kvfs_plane *plane, uint64_t inode, void *out, uint32_t capacity);
-/* ok: the index has it, and the file is clean and sealed (call after kvfs_inode_update / kvfs_name_put). Not ok: still dirty. */
+/* ok: the index has it, and the file is clean and sealed (call after kvfs_inode_update). Not ok: still dirty. */
 int kvfs_seal_end(struct kvfs_plane *plane, uint64_t inode, int ok);
 /* The header pages that a seal needs for these numbers (extents: an upper bound). */
 uint32_t kvfs_header_pages(uint64_t size, uint32_t record_size, uint32_t ancestors_size, uint32_t extents);

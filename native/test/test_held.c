@@ -2,6 +2,8 @@
 /* A mount that outlives its daemon: what the next one takes, what it refuses, and what it leaves. The kernel is a socketpair. */
 #define _GNU_SOURCE
 #include "kernel_harness.h"
+
+#include "kvfs_naming.h"
 #include "base/sealed_memory.h"
 
 static int kernel_end(int *other) {
@@ -220,6 +222,11 @@ static void test_a_full_list_refuses_writers(int written) {
     CHECK(pwrite(written, all, PLACES * 8, KVFS_PAGE_SIZE) == PLACES * 8);
     CHECK(kvfs_file_rewrite(plane, 8, inode, 0) == -ENFILE || completion() == -ENFILE);
     CHECK(kvfs_file_create(plane, 999999) == -ENFILE);
+    directory_put(1, 1, "");
+    struct kvfs_naming makes = {.kind = KVFS_NAMING_CREATE, .parent = 1, .name = "none", .name_size = 4};
+    struct kvfs_record record;
+    CHECK(kvfs_naming(plane, &makes) == -ENFILE && kvfs_table_find_name(plane->table, 1, "none", 4, &record) == -ENOENT);
+    kvfs_naming_end(plane, &makes);
     CHECK(pwrite(written, before, PLACES * 8, KVFS_PAGE_SIZE) == PLACES * 8);
     fh = open_write(inode, O_RDWR); /* there is room again */
     release(inode, fh);

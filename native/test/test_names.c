@@ -276,11 +276,11 @@ static void test_untold_names(void) {
         for (uint32_t i = 0; i < 20000; i += 2)
             kvfs_names_untold(names, 1 + i % 3, text, name_text(i, text));
         for (uint32_t i = 0; i < 20000; i++) {
-            CHECK(kvfs_names_is_untold(names, 1 + i % 3, text, name_text(i, text)) == (i % 2 == 0));
-            CHECK(!kvfs_names_is_untold(names, 4, text, name_text(i, text)));
+            CHECK(names_is_untold(names, 1 + i % 3, text, name_text(i, text)) == (i % 2 == 0));
+            CHECK(!names_is_untold(names, 4, text, name_text(i, text)));
         }
         kvfs_names_untold(names, 0, "", 0);
-        CHECK(!kvfs_names_is_untold(names, 1, text, name_text(0, text)));
+        CHECK(!names_is_untold(names, 1, text, name_text(0, text)));
     }
     kvfs_names_destroy(names);
 }

@@ -160,7 +160,7 @@ static void test_eviction_takes_all_but_what_is_open(void) {
     CHECK(kvfs_table_find_inode(plane->table, inodes[0], &there) == -ENOENT && kvfs_table_find_inode(plane->table, inodes[1], &there) == 0);
     uint64_t found = 7;
     CHECK(kvfs_names_find(names, 1, "goes", 4, &found) == 1 && found == 0 && look_at(inodes[0], SEGMENT).pages == 0);
-    CHECK(kvfs_names_is_untold(names, 1, "goes", 4) && !kvfs_names_is_untold(names, 1, "open", 4));
+    CHECK(names_is_untold(names, 1, "goes", 4) && !names_is_untold(names, 1, "open", 4));
     CHECK(committed(inodes[0]) == 1);
     release(inodes[1], reader);
     kvfs_blocks_evict(plane, UINT32_MAX, inodes, 2, gone, &evicted);
@@ -236,7 +236,7 @@ static void test_files_of_a_directory_go_in_one_step(void) {
     CHECK(removed.files == 4 && removed.open == 2 && removed.bytes == 3 * 70000);
     for (int i = 0; i < FILES; i++) {
         CHECK(left[i] == (i == 3) && kvfs_table_find_name(plane->table, 1, all_names[i], (uint32_t)strlen(all_names[i]), &there) == -ENOENT);
-        CHECK(kvfs_names_is_untold(names, 1, all_names[i], (uint32_t)strlen(all_names[i])) == (i != 3));
+        CHECK(names_is_untold(names, 1, all_names[i], (uint32_t)strlen(all_names[i])) == (i != 3));
     }
     CHECK(!left[ELSEWHERE] && left[ABSENT] && left[DIRECTORY] && record_of(70).kind == KVFS_KIND_DIRECTORY);
     CHECK(segment_notes(SEGMENT) & KVFS_NOTE_GONE && places[SEGMENT].live_pages == pages);
@@ -307,13 +307,13 @@ static void test_below_a_pin_python_seals(void) {
     kvfs_names_leave(names, KVFS_LEAVE_PINS, 1);
     struct kvfs_record record;
     CHECK(name_create(plane, 50, "below", 0644, 0, 0, &record) == 0);
-    CHECK(name_unlink(plane, 50, "below") == -EAGAIN);
-    CHECK(name_rename(plane, 50, "below", 1, "elsewhere", 0) == -EAGAIN);
+    CHECK(name_unlink(plane, 50, "below") > 0);
+    CHECK(name_rename(plane, 50, "below", 1, "elsewhere", 0) > 0);
     struct flush flush = {.plane = plane, .inode = record.inode};
     CHECK(flush_start(&flush, NULL) == -EAGAIN);
     CHECK(name_create(plane, 1, "beside", 0644, 0, 0, &record) == 0);
-    CHECK(name_rename(plane, 1, "beside", 50, "inside", 0) == -EAGAIN);
-    CHECK(name_rename(plane, 1, "beside", 50, "below", 0) == -EAGAIN && name_rename(plane, 50, "below", 50, "again", 0) == 0);
+    CHECK(name_rename(plane, 1, "beside", 50, "inside", 0) > 0);
+    CHECK(name_rename(plane, 1, "beside", 50, "below", 0) > 0 && name_rename(plane, 50, "below", 50, "again", 0) == 0);
     CHECK(name_rename(plane, 50, "again", 50, "below", 0) == 0 && name_unlink(plane, 1, "beside") == 0);
     kvfs_names_leave(names, KVFS_LEAVE_PINS, 0);
     CHECK(name_unlink(plane, 50, "below") == 0);
@@ -613,8 +613,8 @@ static void *churn(void *argument) {
         case 1: r = name_rename(plane, 60 + turn % 2, name, 60, new_name, 1 /* RENAME_NOREPLACE */), renamed += r == 0; break;
         default: r = name_unlink(plane, 60, turn % 2 ? name : new_name), removed += r == 0; break;
         }
-        CHECK(r == 0 || r == -EAGAIN || r == -ENOENT || r == -EEXIST);
-        left_to_python += r == -EAGAIN;
+        CHECK(r >= 0 || r == -ENOENT || r == -EEXIST);
+        left_to_python += r > 0;
     }
     atomic_fetch_sub(&working, 1);
     return NULL;

@@ -54,7 +54,7 @@ SETXATTR, REMOVEXATTR, FLUSH, INIT, CREATE, RENAME2 = 21, 24, 25, 26, 35, 45
 SET_MODE, SET_UID, SET_GID, SET_SIZE, SET_ATIME, SET_MTIME, SET_MTIME_NOW = 1, 2, 4, 8, 16, 32, 256
 # enum kvfs_fault: the end of a write is told only when the fault is over.
 HOLD, NO_FAULT, WRITES = 6, 0, 2
-# A directory's times change once in 4 ms (native/src/content/names_changes.c, kvfs/namespace/files.py).
+# A directory's times change once in 4 ms (native/src/content/names_changes.c).
 TIME_STEP_S = 0.0042
 # Times before a history that nobody has set: of the pool's folder.
 LONG_BEFORE_NS = 10**18
@@ -69,7 +69,7 @@ class Side(StrEnum):
     """The code that changes names."""
 
     C = "C"
-    PYTHON = "Python"  # C is held off
+    PYTHON = "Python"  # C's threads are held off: Python brings, seals, and has C change names
     BARE = "C with an empty memory"  # nothing that is as the index has it stays in memory
 
 

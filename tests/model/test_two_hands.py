@@ -1,7 +1,7 @@
 """One history leads to the same, whoever answers: a thread of C, or Python.
 
-Three hands run each history (hands.py): C, Python while C is held off, and C with next to nothing in memory. Python has
-making and seals of its own. Removals and renames it has C make, and brings what that lacks. After each operation all
+Three hands run each history (hands.py): C, Python while C's threads are held off, and C with next to nothing in memory.
+Python has seals of its own. Names and attributes it has C change, and brings what that lacks. After each operation all
 that is found must be equal. Compared are inode records in every field, the block table, uses, accounts by segment and
 by user, pins, and the last commit. Results are compared, too, and all that the next store finds. A clock time is
 compared as the operation that it is of.

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import trio
 from pods import make_pod
-from store_pools import index_reads
+from store_pools import index_reads, write
 
-from kvfs.errors import NotEmptyError, NotFoundError
-from kvfs.index.lmdb import LmdbIndex
-from kvfs.namespace.files import Namespace
+from kvfs.errors import ExistsError, NotEmptyError, NotFoundError
+from kvfs.namespace.files import Changes, Namespace
 from kvfs.namespace.foreign import ForeignNames
+from kvfs.naming import Naming, Need
 from kvfs.podmap import PodMap
-from kvfs.record import InodeFlags
+from kvfs.record import Inode, InodeFlags
 from kvfs.store import opening
+from kvfs.store.bringing import Bringing
 from kvfs.store.store import Store
 from kvfs.types import ROOT_INODE, InodeNumber
 
@@ -134,7 +136,7 @@ def test_the_index_is_read_without_a_lock_where_the_directory_is_the_others(tmp_
 def test_a_name_that_is_taken_while_the_others_directory_is_looked_up_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The index is read before the step, and a thread of C makes the name meanwhile."""
+    """What the change lacks is brought without a lock, and a thread of C makes the name meanwhile."""
     pools = make_pod(tmp_path, nodes=2, joined=2)
 
     async def main() -> None:
@@ -143,22 +145,103 @@ def test_a_name_that_is_taken_while_the_others_directory_is_looked_up_stays(
             podmap = podmap_of(store)
             names = Namespace(store, ForeignNames(store, podmap))
             podmap.apply(1, made)
-            links = names.get(ROOT_INODE).nlink
-            stored, taken = LmdbIndex.stored_inode, list[InodeNumber]()
+            await store.blocks.commit()
+            store.plane.names.limit(0, 0)
+            store.plane.names.forget()
+            links, bring, taken = names.get(ROOT_INODE).nlink, Bringing._bring, list[InodeNumber]()
 
-            def late(self: LmdbIndex, parent: int, name: bytes) -> int | None:
-                found = stored(self, parent, name)
+            def late(self: Bringing, naming: Naming, need: Need) -> None:
+                bring(self, naming, need)
                 if not taken:
                     taken.append(InodeNumber(0))
                     taken[0] = names.create(ROOT_INODE, b"d", 0o644, 0, 0).inode
-                return found
 
-            monkeypatch.setattr(LmdbIndex, "stored_inode", late)
+            monkeypatch.setattr(Bringing, "_bring", late)
             assert names._enter_foreign(ROOT_INODE, b"d") == names.get(taken[0])
             assert names.get(ROOT_INODE).nlink == links
             assert names.lookup(ROOT_INODE, b"d").inode == taken[0]
 
     trio.run(main)
+
+
+def test_a_directory_in_which_something_is_made_is_this_nodes_too(tmp_path: Path) -> None:
+    """And all above it; whatever is made, and also where its rights are set. What is only looked up is not."""
+    pools = make_pod(tmp_path, nodes=2, joined=2)
+    changes: list[Callable[[Store, Namespace, InodeNumber], object]] = [
+        lambda store, names, number: names.create(number, b"x", 0o644, 0, 0),
+        lambda store, names, number: names.mkdir(number, b"x", 0o755, 0, 0),
+        lambda store, names, number: names.symlink(number, b"x", b"target", 0, 0),
+        lambda store, names, number: store.blocks.enter_copy(copied(store, number)),
+        lambda store, names, number: store.blocks.set(number, Changes(mode=0o700).given()),
+        lambda store, names, number: names.make_directories(ROOT_INODE, [b"d"], 0o755, 0, 0),
+    ]
+
+    async def main() -> None:
+        made, _ = await news_of_a_directory(pools[1])
+        for at, change in enumerate(changes):
+            async with Store.open(pools[0]) as store:
+                podmap = podmap_of(store)
+                names = Namespace(store, ForeignNames(store, podmap))
+                podmap.apply(1, made)
+                await write(store, b"seed", 4096)
+                directory = names.lookup(ROOT_INODE, b"d")
+                assert InodeFlags.BORROWED in directory.flags, at
+                with pytest.raises(ExistsError):
+                    names.mkdir(ROOT_INODE, b"d", 0o755, 0, 0)
+                assert InodeFlags.BORROWED in names.get(directory.inode).flags
+                taken(podmap)
+                change(store, names, directory.inode)
+                assert InodeFlags.BORROWED not in names.get(directory.inode).flags, at
+                assert taken(podmap)[0] > 0, at
+                for name, _ in names.list_entries(directory.inode, b"", 10):
+                    (names.rmdir if name == b"x" and at == 1 else names.unlink)(directory.inode, name)
+                with pytest.raises(NotEmptyError):
+                    names.rmdir(ROOT_INODE, b"d")
+                assert InodeFlags.BORROWED in names.lookup(ROOT_INODE, b"d").flags
+                names.unlink(ROOT_INODE, b"seed")
+
+    trio.run(main)
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_directory_that_is_made_again_has_its_number_and_no_trace_of_its_end(tmp_path: Path, is_open: bool) -> None:
+    pools = make_pod(tmp_path, nodes=2, joined=2)
+
+    async def main() -> None:
+        async with Store.open(pools[0]) as store:
+            names = Namespace(store, ForeignNames(store, podmap_of(store)))
+            links = names.get(ROOT_INODE).nlink
+            for committed in (False, True):
+                made = names.mkdir(ROOT_INODE, b"d", 0o755, 0, 0)
+                if committed:
+                    await store.blocks.commit()
+                    store.plane.names.forget()
+                if is_open:
+                    names.open_directory(made.inode)
+                names.rmdir(ROOT_INODE, b"d")
+                assert names.look(made.inode).nlink == 0
+                again = names.mkdir(ROOT_INODE, b"d", 0o700, 5, 5)
+                assert again.inode == made.inode and names.lookup(ROOT_INODE, b"d") == again == names.look(made.inode)
+                assert names.get(ROOT_INODE).nlink == links + 1
+                inside = names.create(again.inode, b"x", 0o644, 0, 0)
+                if is_open:
+                    names.close_directory(again.inode)
+                assert names.lookup(again.inode, b"x") == inside
+                names.unlink(again.inode, b"x")
+                names.rmdir(ROOT_INODE, b"d")
+                assert names.get(ROOT_INODE).nlink == links
+
+    trio.run(main)
+
+
+def copied(store: Store, parent: InodeNumber) -> Inode:
+    """A block of a page as a copy of another node's, in the segment of the block `seed`."""
+    seed = store.index.get(store.index.lookup(ROOT_INODE, b"seed") or ROOT_INODE)
+    assert seed is not None
+    block = seed.copy()
+    block.inode, block.version = store.blocks.next_inode(), store.blocks.next_version()
+    block.parent, block.name = parent, b"x"
+    return block
 
 
 def test_more_directories_than_the_queue_of_news_holds_are_told(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import time
+import functools
+import inspect
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,6 +17,7 @@ from helpers import slowness
 
 from kvfs.index.lmdb import LmdbIndex
 from kvfs.names import Names
+from kvfs.namespace.files import Namespace
 from kvfs.pool.making import FormatRequest, format_devices
 from kvfs.record import Inode, InodeFlags, Kind
 from kvfs.store.opening import StoreOptions
@@ -41,6 +43,30 @@ def with_store(
 ) -> None:
     """Open, work, close cleanly. Where `jumping`, pass_time() makes the clock jump."""
     (jumping_run if jumping else trio.run)(_opened, path, work, options)
+
+
+def in_store(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Run a test over a store and its namespace; pytest sees its other arguments."""
+    others = list(inspect.signature(test).parameters.values())[2:]
+
+    @functools.wraps(test)
+    def run(tmp_path: Path, **fixtures: object) -> None:
+        async def work(store: Store) -> None:
+            await test(store, Namespace(store), **fixtures)
+
+        with_store(make_pool(tmp_path / "pool", files=1), work, LAZY)
+
+    del run.__wrapped__  # type: ignore[attr-defined]
+    tmp_path = inspect.Parameter("tmp_path", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    run.__signature__ = inspect.Signature([tmp_path, *others])  # type: ignore[attr-defined]
+    return run
+
+
+async def nothing_in_memory(store: Store) -> None:
+    """All is committed; of files and directories memory has one each."""
+    await store.blocks.commit()
+    store.plane.names.limit(0, 0)
+    store.plane.names.forget()
 
 
 async def _opened(path: Path, work: Callable[[Store], Awaitable[None]], options: StoreOptions) -> None:
@@ -116,18 +142,9 @@ def index_reads(names: Names) -> Iterator[list[str]]:
 
 
 def make(store: Store, parent: int, name: bytes, kind: Kind = Kind.FILE) -> Inode:
-    """A new name, as the namespace makes it; a file is being written afterwards."""
-    now = time.time_ns()
-    mode = 0o040755 if kind == Kind.DIRECTORY else 0o100644
-    inode = Inode(
-        inode=store.blocks.next_inode(), parent=InodeNumber(parent), name=name, kind=kind, mode=mode, nlink=1,
-        version=store.blocks.next_version(), mtime_ns=now, ctime_ns=now, atime_ns=now,
-    )  # fmt: skip
-    store.plane.name_put(inode.pack(), 0)
-    store.index.put(inode, None)
-    if kind == Kind.FILE:
-        store.plane.file_create(inode.inode)
-    return inode
+    """A new name; a file is being written afterwards."""
+    made, mode = (store.blocks.mkdir, 0o755) if kind == Kind.DIRECTORY else (store.blocks.create, 0o644)
+    return made(InodeNumber(parent), name, mode, 0, 0)
 
 
 async def write(store: Store, name: bytes, size: int = 3 * 4096, parent: int = ROOT_INODE) -> Inode:

@@ -248,13 +248,13 @@ def test_a_device_that_is_back_is_used_soon_however_often_it_went_and_whatever_o
     async def work(store: Store) -> None:
         blocks = await fill(store, 60)
         store.service.fail(silent, "as the test says: it does not answer")
-        for _ in range(5):
+        for turn in range(5):
             store.service.fail(SICK, "as the test says")
             began = trio.current_time()
             await until(store, DeviceState.ONLINE)
             # At the first look after a second: neither its history nor the silent one puts that off.
             assert 1 <= probed[SICK] - began <= 1 + 2 * service_module._WATCH_S
-            await write(store, b"more")
+            await write(store, b"more %d" % turn)
         assert store.service.all[silent].state == DeviceState.FAILED
         answer.set()
         await until(store, DeviceState.ONLINE, silent)
@@ -393,7 +393,7 @@ def test_a_device_of_another_epoch_or_a_blank_one_is_not_taken_in(tmp_path: Path
     copy = tmp_path / "copy"
 
     async def nothing(store: Store) -> None:
-        await write(store, b"a", SIZE)
+        await write(store, b"%d" % len(names(store)), SIZE)
 
     async def work(store: Store) -> None:
         device = pool / "devices" / str(SICK)

@@ -26,17 +26,10 @@ METADATA = GroupRule(endings=("", ".metadata"))
 
 def put_group(store: Store, number: InodeNumber, group: bytes | None) -> None:
     """As the namespace sets and removes the attribute."""
-    before = store.index.get(number)
-    assert before is not None
-    inode = before.copy()
     if group is None:
-        del inode.xattrs[GROUP_ATTRIBUTE]
+        store.blocks.remove_attribute(number, GROUP_ATTRIBUTE)
     else:
-        inode.xattrs[GROUP_ATTRIBUTE] = group
-    store.index.put(inode, before)
-    store.plane.inode_update(inode.pack())
-    if inode.sealed or inode.kind == Kind.DIRECTORY:
-        store.blocks.renamed(inode)
+        store.blocks.set_attribute(number, GROUP_ATTRIBUTE, group)
 
 
 async def found(store: Store, inode: Inode, *rules: GroupRule) -> set[bytes]:

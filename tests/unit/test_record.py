@@ -23,7 +23,6 @@ IN_PLACE = {
     "RECORD_PARENT": (record.PARENT_OFFSET, ("parent",)),
     "RECORD_HOME": (record.HOME_OFFSET, ("segment", "extent_count")),
     "RECORD_TIMES": (record.TIMES_OFFSET, ("mtime_ns", "ctime_ns")),
-    "RECORD_LINKS": (record.LINKS_OFFSET, ("nlink",)),
 }  # fmt: skip
 INODE = Inode(
     inode=InodeNumber(0x0102030405060708), parent=InodeNumber(0x1112131415161718), name=b"a name", kind=Kind.FILE,

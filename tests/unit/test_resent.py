@@ -26,12 +26,11 @@ from kvfs import journal
 from kvfs.errors import NotFoundError
 from kvfs.frontend.calls import Calls
 from kvfs.frontend.fuse import Operations
-from kvfs.names import step
 from kvfs.namespace.files import Namespace
-from kvfs.naming import Naming, Need
-from kvfs.record import Inode
+from kvfs.naming import Act, Given, Naming
+from kvfs.store.blocks import Blocks
 from kvfs.store.store import Store
-from kvfs.types import ROOT_INODE, InodeNumber
+from kvfs.types import ROOT_INODE
 
 _IN, _OUT = struct.Struct("<IIQQIIIHH"), struct.Struct("<IiQ")
 INIT, MKDIR, UNLINK, RMDIR, RENAME, SYMLINK, SETXATTR, FLUSH, CREATE, WRITE = 26, 9, 10, 11, 12, 6, 21, 25, 35, 16
@@ -278,21 +277,16 @@ def test_a_file_whose_create_is_sent_again_is_made_anew(pool: Path, kept: int) -
     serve(pool, kept, second)
 
 
-class _Fails(Namespace):
-    """As a RENAME in a pod, which takes a directory over before it finds that it cannot be done."""
-
-    @step
-    def mkdir(self, parent: InodeNumber, name: bytes, mode: int, uid: int, gid: int) -> Inode:
-        super().mkdir(parent, name, mode, uid, gid)
-        raise NotFoundError(f"{name!r}: after a change")
-
-
-def test_what_failed_after_a_change_is_not_done(pool: Path, kept: int) -> None:
+def test_what_failed_after_a_change_is_not_done(pool: Path, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     async def first(kernel: Kernel) -> None:
+        def fail(*_: object) -> None:
+            raise NotFoundError("after a change")
+
         await kernel.ask(MKDIR, ROOT_INODE, MODE.pack(0o755, 0) + b"d\0", 10)
         _, ctx = await kernel.forwarded(MKDIR)
-        with pytest.raises(FUSEError):
-            await Operations(_Fails(kernel.store)).mkdir(ROOT_INODE, b"d", 0o755, ctx)
+        with monkeypatch.context() as patch, pytest.raises(FUSEError):
+            patch.setattr(Blocks, "_changed", fail)
+            await Operations(Namespace(kernel.store)).mkdir(ROOT_INODE, b"d", 0o755, ctx)
         assert of_requests(kept) == []
 
     async def second(kernel: Kernel) -> None:
@@ -304,33 +298,27 @@ def test_what_failed_after_a_change_is_not_done(pool: Path, kept: int) -> None:
     serve(pool, kept, second)
 
 
-@pytest.mark.parametrize("comes", ["within", "before"])
 def test_what_a_removal_changes_on_its_way_is_not_its_end(
-    pool: Path, kept: int, comes: str, monkeypatch: pytest.MonkeyPatch
+    pool: Path, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in a pod, where a directory that other nodes have is made here, and a removal fails. A double stands for C."""
+    """As in a pod, where a directory becomes the other nodes' alone, and its removal fails. A double stands for C."""
 
     async def first(kernel: Kernel) -> None:
-        names = Namespace(kernel.store)
+        names, go = Namespace(kernel.store), Naming.go
         made = names.mkdir(ROOT_INODE, b"d", 0o755, 0, 0)
 
-        def make(*_: object) -> None:
-            names.mkdir(made.inode, b"theirs", 0o755, 0, 0)
+        def changed(naming: Naming) -> int:
+            another = Naming(kernel.store.plane._plane, Act.MKDIR, made.inode, b"theirs", given=Given(0o755))
+            assert go(another) == 0
+            another.end()
+            return -ENOTEMPTY
 
-        answers = [Need.THEIRS, -ENOTEMPTY] if comes == "before" else [-ENOTEMPTY]
-
-        def go(naming: Naming) -> int:
-            if comes == "within":
-                make()
-            return int(answers.pop(0))
-
-        monkeypatch.setattr(Naming, "go", go)
-        monkeypatch.setattr(names, "enter_theirs", make)
         await kernel.ask(RMDIR, ROOT_INODE, b"d\0", 10)
         _, ctx = await kernel.forwarded(RMDIR)
-        with pytest.raises(FUSEError) as raised:
+        with monkeypatch.context() as patch, pytest.raises(FUSEError) as raised:
+            patch.setattr(Naming, "go", changed)
             await Operations(names).rmdir(ROOT_INODE, b"d", ctx)
-        assert raised.value.errno == ENOTEMPTY and not answers
+        assert raised.value.errno == ENOTEMPTY
         assert names.lookup(made.inode, b"theirs").inode
         assert of_requests(kept) == []
 

@@ -397,13 +397,10 @@ def test_a_rename_before_the_first_summary_makes_no_second_copy(pool: Path) -> N
 def test_both_copies_of_a_summary_learn_that_an_open_block_has_no_name_any_more(pool: Path) -> None:
     async def work(store: Store) -> None:
         block = await write(store, b"x")
-        old = store.index.get(block.inode)
-        assert old is not None
-        nameless = old.copy()
-        nameless.flags |= InodeFlags.NAMELESS
-        nameless.nlink = 0
-        store.index.put(nameless, old)
-        store.blocks.renamed(nameless)
+        await write(store, b"y")
+        store.blocks.rename(ROOT_INODE, b"y", ROOT_INODE, b"x")
+        found = store.index.get(block.inode)
+        assert found is not None and found.nameless
         assert store.segments.all[block.segment].copy_stale
 
     with_store(pool, work, replace(OPTIONS, commit_interval_s=1000))

@@ -381,14 +381,7 @@ async def _replay(store: Store, prompts: Prompts, done: Mapping[int, Sequence[in
 
 async def _store_block(store: Store, name: bytes) -> int:
     """Make a file as the namespace does, with a page of zeros, and close it."""
-    now = time.time_ns()
-    inode = Inode(
-        inode=store.blocks.next_inode(), parent=ROOT_INODE, name=name, kind=Kind.FILE, mode=0o100644, nlink=1,
-        version=store.blocks.next_version(), mtime_ns=now, ctime_ns=now, atime_ns=now,
-    )  # fmt: skip
-    store.plane.name_put(inode.pack(), 0)
-    store.index.put(inode, None)
-    store.plane.file_create(inode.inode)
+    inode = store.blocks.create(ROOT_INODE, name, 0o644, 0, 0)
     store.plane.file_truncate(inode.inode, PAGE_SIZE)
     await store.sealing.seal(inode.inode)
     return inode.inode

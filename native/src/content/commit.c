@@ -2,6 +2,7 @@
  * places agree (I11), also where memory ends. */
 #include "content/content.h"
 
+#include "kvfs_naming.h"
 #include "kvfs_wire.h"
 
 struct commit {
@@ -234,9 +235,9 @@ int kvfs_remove_names(struct kvfs_plane *plane, struct kvfs_removal *frame, uint
         const char *name = (const char *)data + frame->at + sizeof(item);
         uint32_t shard = frame_shard(flags, item.directory, name);
         uint64_t directory = shards[shard].directory;
-        int r = !directory ? -ENOENT : leave ? -EAGAIN : name_remove(plane, directory, name, item.name_size);
+        int r = !directory ? -ENOENT : leave ? (int)KVFS_NEED_CALLER : name_remove(plane, directory, name, item.name_size);
         frame->at += sizeof(item) + round_up(item.name_size, 8);
-        if (r == -EAGAIN) {
+        if (r > 0) {
             next = KVFS_FRAME_NAMES;
             frame->name = name;
             frame->name_size = item.name_size;

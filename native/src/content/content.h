@@ -312,6 +312,9 @@ bool written_earlier(const struct kvfs_plane *plane, uint64_t inode); /* an earl
 
 /* Forget the staged bytes of an inode that nobody will seal (unlinked and closed). */
 int kvfs_file_discard(struct kvfs_plane *plane, uint64_t inode);
+/* A new, empty, dirty file. -ENFILE: another process keeps a list of what is being written, which is full. */
+int kvfs_file_create(struct kvfs_plane *plane, uint64_t inode);
+int kvfs_file_set_mtime(struct kvfs_plane *plane, uint64_t inode, int64_t mtime_ns); /* -ENOENT: it is not being written */
 /* All of these take node->lock held, unless they block. */
 struct file *file_new(uint64_t inode);
 int file_from_desc(struct kvfs_plane *plane, struct node *node, const struct desc *desc);
@@ -375,10 +378,10 @@ int seal_to(struct kvfs_plane *plane, uint64_t inode, const struct kvfs_run *run
  * be told at once. */
 void seal_go(struct kvfs_plane *plane, struct write_job *job, struct ring *ring);
 
-/* ---- names_changes.c, naming.c, flush.c: what comes with every stored file ---- */
+/* ---- names_changes.c, making.c, naming.c, flush.c: what comes with every stored file ---- */
 
-/* These change names where all that they need is in memory. -EAGAIN: Python is to bring the rest, and nothing has changed. Names are of 1 to
- * KVFS_NAME_MAX bytes. */
+/* These change names where all that they need is in memory. 0, -errno, or enum kvfs_need: it is Python's, which brings the rest, and nothing has changed.
+ * Names are of 1 to KVFS_NAME_MAX bytes. */
 int name_create(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t mode, uint32_t uid, uint32_t gid, struct kvfs_record *out);
 int name_unlink(struct kvfs_plane *plane, uint64_t parent, const char *name);
 int name_rename(struct kvfs_plane *plane, uint64_t parent, const char *name, uint64_t new_parent, const char *new_name, uint32_t flags);
@@ -388,6 +391,9 @@ bool name_is_pinned(struct kvfs_plane *plane, uint64_t inode);
 int name_remove(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t size);
 /* 0: nobody has the name; 1: *holder has it; -EAGAIN: only the index knows. */
 int name_holder(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t size, const struct kvfs_inode_record **holder);
+/* Like kvfs_table_put. If the name led to another inode (`replaced`), that inode is kept nameless if it is open, or sealed. Returns enum kvfs_kept if it
+ * was kept, else 0. */
+int kvfs_name_put(struct kvfs_plane *plane, const void *inode_record, uint64_t replaced);
 const struct kvfs_inode_record *directory_here(struct kvfs_plane *plane, uint64_t inode); /* NULL: only the index knows, or it is none */
 /* The inode loses its name in the block table. 1: it is open and was kept nameless (KVFS_EVENT_IDLE follows); 0: it is gone. */
 int kvfs_inode_remove(struct kvfs_plane *plane, uint64_t inode);
@@ -401,6 +407,9 @@ void name_touch(struct kvfs_plane *plane, uint64_t inode, int64_t now);
 bool names_step_begin(struct kvfs_plane *plane, uint32_t reasons);
 /* A copy with another name, which may be its own. NULL: no memory. */
 struct kvfs_inode_record *record_named(const struct kvfs_inode_record *from, uint64_t parent, const char *name, uint32_t size);
+/* A record with this name, and with these extents and attributes. */
+struct kvfs_inode_record *record_build(const struct kvfs_inode_record *head, uint64_t parent, const char *name, uint32_t size, const void *rest,
+                                       uint64_t rest_size);
 /* Bytes of the records of the directories from `parent` up, without the root. -EAGAIN: one is not in memory; `partial`: the way ends there. */
 int64_t ancestors_size(struct kvfs_plane *plane, uint64_t parent, bool partial);
 void ancestors_copy(struct kvfs_plane *plane, uint64_t parent, uint8_t *out, uint64_t size);
@@ -539,6 +548,8 @@ enum foreign_holder { FOREIGN_NOTHING, FOREIGN_BLOCK, FOREIGN_DIRECTORY };
 enum foreign_holder foreign_replaced(struct kvfs_plane *plane, uint64_t key_low, uint64_t key_high, uint64_t by_version);
 /* Remove a block's name of another node, which nobody here has, within a step: every node is told. 0; 1: a directory; -ENOENT: no node has it. */
 int foreign_drop(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t size);
+/* The rights of a directory that other nodes have, and as its version that of their last change. 0, -ENOENT, -EAGAIN. */
+int foreign_rights(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t size, struct kvfs_record *out);
 
 /* ---- changes.c: what subscribers are told; within a step ---- */
 

@@ -188,7 +188,7 @@ int kvfs_foreign_find(struct kvfs_plane *plane, uint64_t parent, const char *nam
     return foreign_look(plane, parent, name, name_size, out);
 }
 
-int kvfs_foreign_rights(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t name_size, struct kvfs_record *out) {
+int foreign_rights(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t name_size, struct kvfs_record *out) {
     uint64_t low, high;
     foreign_key(&plane->array.geometry, parent, name, name_size, &low, &high);
     uint64_t version = kvfs_pod_version(plane->pod, low, high); /* first: rights that come in between are of a later one, and told again */

@@ -1,107 +1,10 @@
-/* Removals and renames, each in one step (I4): names in memory, block table, places, and the directories' times. For threads of C, and for Python, which
- * brings what is not in memory and calls again (kvfs_naming.h, kvfs/store/bringing.py).
+/* Removals and renames, and the door to all changes of names. Each is one step (I4): names in memory, block table, places, and the directories' times. For
+ * threads of C, and for Python, which brings what is not in memory and calls again (kvfs_naming.h, kvfs/store/bringing.py).
  *
  * Each looks at all that it needs first. It takes the memory next, then changes the table, which can refuse, then the names, which cannot any more (I11). */
-#include "content/content.h"
-
-#include "kvfs_naming.h"
+#include "content/naming.h"
 
 #define NOREPLACE 1u
-#define DEPTH_MAX 4096u /* of directories: longer than PATH_MAX allows */
-#define MAP_TRIES 1000u /* a look-up in the pod map that meets a change is repeated */
-
-/* `counts`: Python asks, and counts pins, directories and notices itself, in the same step. */
-struct change_of {
-    struct kvfs_plane *plane;
-    struct kvfs_naming *n;
-    bool counts;
-};
-
-/* ---- looking ---- */
-
-static bool is_gone(const struct kvfs_naming *n, uint64_t inode) {
-    for (uint32_t i = 0; i < n->gone_count; i++)
-        if (n->gone[i] == inode)
-            return true;
-    return false;
-}
-
-/* NULL: nobody has it, or it is lacked. */
-static const struct kvfs_inode_record *record_of(const struct change_of *c, uint64_t inode) {
-    struct kvfs_naming *n = c->n;
-    const struct kvfs_inode_record *record = names_record(c->plane->names, inode);
-    if (record || names_has(c->plane->names, inode) || is_gone(n, inode))
-        return record;
-    for (uint32_t i = 0; i < n->inode_count; i++)
-        if (n->inodes[i] == inode)
-            return NULL;
-    assert(n->inode_count < KVFS_NAMING_INODES);
-    n->inodes[n->inode_count++] = inode;
-    return NULL;
-}
-
-static int lacks(const struct change_of *c, enum kvfs_need need, uint64_t inode) {
-    c->n->inodes[0] = inode;
-    c->n->inode_count = 1;
-    return need;
-}
-
-/* Who has the name; NULL: nobody, or it is lacked. 0 or a need. */
-static int look_up(const struct change_of *c, uint32_t which, const struct kvfs_inode_record **out) {
-    struct kvfs_naming *n = c->n;
-    struct kvfs_plane *plane = c->plane;
-    uint64_t parent = which ? n->new_parent : n->parent, inode = 0;
-    const char *name = which ? n->new_name : n->name;
-    uint32_t size = which ? n->new_name_size : n->name_size;
-    *out = NULL;
-    if (!kvfs_names_find(plane->names, parent, name, size, &inode) && !(n->known & KVFS_KNOWN_FREE << which)) {
-        struct kvfs_record there;
-        int r = kvfs_table_find_name(plane->table, parent, name, size, &there);
-        bool certain = r == 0 && there.parent == parent && !(there.flags & KVFS_INODE_ASK);
-        if (certain)
-            inode = there.inode;
-        else if (r != -ENOENT || names_left(plane->names) & KVFS_LEAVE_HIDING) { /* the table has not all names */
-            n->which = which;
-            return KVFS_NEED_NAME;
-        }
-    }
-    if (inode && inode != n->hidden[which])
-        *out = record_of(c, inode);
-    return 0;
-}
-
-/* 0: it is one, and things can be made in it. */
-static int directory_check(const struct kvfs_inode_record *record) {
-    return !record ? -ENOENT : record->kind != KVFS_KIND_DIRECTORY ? -ENOTDIR : record->flags & KVFS_INODE_NAMELESS ? -ENOENT : 0;
-}
-
-/* Looks at the inode and all above it. 0: none is pinned; 1: one is; or a need. *loop: `below` is among them; NULL: that is of no interest. */
-static int look_above(const struct change_of *c, uint64_t inode, uint64_t below, bool *loop) {
-    uint64_t first = inode;
-    bool pinned = false;
-    for (uint32_t depth = 0; depth < DEPTH_MAX; depth++) {
-        const struct kvfs_inode_record *record = names_record(c->plane->names, inode);
-        if (!record && !names_has(c->plane->names, inode) && !is_gone(c->n, inode))
-            return lacks(c, KVFS_NEED_ABOVE, first);
-        if (loop && inode == below)
-            *loop = true;
-        if (!record)
-            return pinned;
-        pinned |= (record->flags & KVFS_INODE_PINNED) != 0;
-        if (record->parent == inode)
-            return pinned;
-        inode = record->parent;
-    }
-    return pinned;
-}
-
-/* 0: its pins are no thread's business, or Python has all in memory that it needs to count them; or a need. */
-static int pins_look(const struct change_of *c, uint64_t inode) {
-    if (!(names_left(c->plane->names) & KVFS_LEAVE_PINS))
-        return 0;
-    int r = look_above(c, inode, 0, NULL);
-    return r > 1 ? r : r == 1 && !c->counts ? KVFS_NEED_CALLER : 0;
-}
 
 /* What a thread of C may have made since Python looked is in memory. While a device is away none makes anything, and what is hidden there counts for
  * nothing, as Python has looked. */
@@ -111,66 +14,13 @@ static int is_empty(const struct change_of *c, uint64_t directory) {
     if (c->n->full == directory)
         return -ENOTEMPTY;
     if (c->n->empty != directory)
-        return lacks(c, KVFS_NEED_EMPTY, directory);
+        return naming_lacks(c, KVFS_NEED_EMPTY, directory);
     if (names_left(c->plane->names) & KVFS_LEAVE_HIDING)
         return 0;
     return names_has_new(c->plane->names, directory) ? -ENOTEMPTY : 0;
 }
 
-/* The block (0) or directory (1) of this name at other nodes, or -ENOENT. */
-static int theirs_find(const struct change_of *c, struct kvfs_record *out) {
-    int r = -ENOENT;
-    for (uint32_t i = 0; i < MAP_TRIES && c->plane->pod; i++) {
-        r = foreign_find(c->plane->pod, &c->plane->array.geometry, c->n->parent, c->n->name, c->n->name_size, out);
-        if (r != -EAGAIN)
-            break;
-    }
-    return r == -EAGAIN ? -ENOENT : r;
-}
-
-/* ---- the directories that change with it ---- */
-
-/* The directory as it will be with so many subdirectories more; NULL: only its times change. -ENOMEM. */
-static int links_prepare(const struct change_of *c, uint64_t inode, int links, struct kvfs_inode_record **out) {
-    const struct kvfs_inode_record *directory = links ? directory_here(c->plane, inode) : NULL;
-    *out = NULL;
-    if (!directory)
-        return 0;
-    struct kvfs_inode_record *changed = record_again(directory);
-    if (!changed || names_removable(c->plane->names, inode) < 0) {
-        free(changed);
-        return -ENOMEM;
-    }
-    changed->nlink += (uint32_t)links;
-    *out = changed;
-    return 0;
-}
-
-static void links_unprepare(const struct change_of *c, struct kvfs_inode_record *changed) {
-    if (changed)
-        names_unremovable(c->plane->names, changed->inode);
-    free(changed);
-}
-
-/* Takes it over. */
-static void links_set(const struct change_of *c, uint64_t inode, struct kvfs_inode_record *changed, int64_t now) {
-    if (!changed) {
-        name_touch(c->plane, inode, now);
-        return;
-    }
-    changed->mtime_ns = changed->ctime_ns = now;
-    int r = names_take(c->plane->names, changed);
-    assert(r == 0);
-    kvfs_inode_update(c->plane, changed);
-}
-
 /* ---- removing ---- */
-
-static int keep_copy(const struct change_of *c, const struct kvfs_inode_record *record, struct kvfs_inode_record **out) {
-    if (!c->counts)
-        return 0;
-    return (*out = record_again(record)) ? 0 : -ENOMEM;
-}
 
 /* The inode loses its name, or without one goes for good unless it is open. -ENOMEM: nothing has changed. */
 static int drop(const struct change_of *c, const struct kvfs_inode_record *record, int64_t now) {
@@ -178,7 +28,7 @@ static int drop(const struct change_of *c, const struct kvfs_inode_record *recor
     uint64_t inode = record->inode;
     bool directory = record->kind == KVFS_KIND_DIRECTORY, nameless = record->flags & KVFS_INODE_NAMELESS;
     struct kvfs_inode_record *copy = record_again(record);
-    if (!copy || keep_copy(c, record, &c->n->removed) < 0 || names_removable(plane->names, inode) < 0) {
+    if (!copy || naming_copy(c, record, &c->n->removed) < 0 || names_removable(plane->names, inode) < 0) {
         free(copy);
         return -ENOMEM;
     }
@@ -205,8 +55,8 @@ static int drop(const struct change_of *c, const struct kvfs_inode_record *recor
 static int remove_file(const struct change_of *c) {
     struct kvfs_naming *n = c->n;
     const struct kvfs_inode_record *record;
-    record_of(c, n->parent);
-    int r = look_up(c, 0, &record);
+    naming_record(c, n->parent);
+    int r = naming_look_up(c, 0, &record);
     if (r || n->inode_count)
         return r ? r : KVFS_NEED_INODES;
     if (!record) {
@@ -218,7 +68,7 @@ static int remove_file(const struct change_of *c) {
     if (n->kind == KVFS_NAMING_DELETE && record->kind != KVFS_KIND_FILE)
         return -EINVAL;
     int64_t now = time_now();
-    if ((r = pins_look(c, record->inode)) || (r = drop(c, record, now)) < 0)
+    if ((r = naming_pins(c, record->inode)) || (r = drop(c, record, now)) < 0)
         return r;
     name_touch(c->plane, n->parent, now);
     return 0;
@@ -240,7 +90,7 @@ static int disown(const struct change_of *c, const struct kvfs_inode_record *rec
         free(borrowed);
         return -ENOMEM;
     }
-    if (kvfs_inode_remove(plane, inode) < 0 || kvfs_foreign_rights(plane, record->parent, name, size, &theirs) < 0 || theirs.inode != inode) {
+    if (kvfs_inode_remove(plane, inode) < 0 || foreign_rights(plane, record->parent, name, size, &theirs) < 0 || theirs.inode != inode) {
         names_unprepare_move(plane->names, borrowed);
         free(borrowed);
         return 0;
@@ -262,7 +112,7 @@ static int disown(const struct change_of *c, const struct kvfs_inode_record *rec
     assert(r == 0);
     name_touch(plane, parent, now);
     /* News of a moment ago found nothing here. */
-    if (kvfs_foreign_rights(plane, parent, name, size, &again) == 0 && again.version > version)
+    if (foreign_rights(plane, parent, name, size, &again) == 0 && again.version > version)
         event_add(plane, KVFS_EVENT_OVERTAKEN, inode, again.version);
     return 1;
 }
@@ -271,37 +121,37 @@ static int remove_directory(const struct change_of *c) {
     struct kvfs_naming *n = c->n;
     const struct kvfs_inode_record *record;
     struct kvfs_record theirs;
-    record_of(c, n->parent);
-    int r = look_up(c, 0, &record);
+    naming_record(c, n->parent);
+    int r = naming_look_up(c, 0, &record);
     if (r || n->inode_count)
         return r ? r : KVFS_NEED_INODES;
-    bool shared = theirs_find(c, &theirs) == 1;
+    bool shared = naming_theirs(c, &theirs) == 1;
     if (!record)
-        return shared && !(n->known & KVFS_KNOWN_THEIRS) ? KVFS_NEED_THEIRS : -ENOENT;
+        return shared ? -ENOTEMPTY : -ENOENT; /* the last node that has something there may remove it */
     if (record->kind != KVFS_KIND_DIRECTORY)
         return -ENOTDIR;
     if ((r = is_empty(c, record->inode)))
         return r;
     if (shared && record->flags & KVFS_INODE_BORROWED)
-        return -ENOTEMPTY; /* the last node that has something there may remove it */
+        return -ENOTEMPTY; /* as above */
     int64_t now = time_now();
     if (shared && (r = disown(c, record, now)))
         return r == 1 ? -ENOTEMPTY : r;
     struct kvfs_inode_record *links;
-    if ((r = links_prepare(c, n->parent, -1, &links)) < 0 || (r = drop(c, record, now)) < 0) {
-        links_unprepare(c, links);
+    if ((r = naming_links_prepare(c, n->parent, -1, &links)) < 0 || (r = drop(c, record, now)) < 0) {
+        naming_links_unprepare(c, links);
         if (shared) /* disown() has taken it from the table, where a name that was there a moment ago has room */
             kvfs_name_put(c->plane, record, 0);
         return r;
     }
-    links_set(c, n->parent, links, now);
+    naming_links_set(c, n->parent, links, now);
     return 0;
 }
 
 /* An end that no request asks for: of a block that is bad or overtaken, or of an inode without a name. */
 static int remove_inode(const struct change_of *c) {
     struct kvfs_naming *n = c->n;
-    const struct kvfs_inode_record *record = record_of(c, n->inode);
+    const struct kvfs_inode_record *record = naming_record(c, n->inode);
     if (n->inode_count)
         return KVFS_NEED_INODES;
     if (!record)
@@ -309,7 +159,7 @@ static int remove_inode(const struct change_of *c) {
     bool nameless = record->flags & KVFS_INODE_NAMELESS;
     if (nameless != (n->kind == KVFS_NAMING_END))
         return 0;
-    int r = pins_look(c, n->inode);
+    int r = naming_pins(c, n->inode);
     if (!r && !nameless && record->kind == KVFS_KIND_DIRECTORY)
         r = is_empty(c, n->inode);
     return r ? r : drop(c, record, time_now());
@@ -317,50 +167,18 @@ static int remove_inode(const struct change_of *c) {
 
 /* ---- renaming ---- */
 
-/* Something is made in a directory that was only looked up here: the other nodes are told that it is here, too, and all above it. So it stays if the
- * rename fails. */
-static int own(const struct change_of *c, uint64_t inode) {
-    struct kvfs_plane *plane = c->plane;
-    int r = look_above(c, inode, 0, NULL);
-    if (r > 1)
-        return r;
-    for (;;) {
-        /* The uppermost first. */
-        const struct kvfs_inode_record *found = NULL, *record = names_record(plane->names, inode);
-        for (uint32_t depth = 0; record && record->flags & KVFS_INODE_BORROWED && depth < DEPTH_MAX; depth++) {
-            found = record;
-            record = names_record(plane->names, record->parent);
-        }
-        if (!found)
-            return 0;
-        struct kvfs_inode_record *owned = record_again(found);
-        if (!owned || names_prepare_move(plane->names, owned) < 0) {
-            free(owned);
-            return -ENOMEM;
-        }
-        owned->flags &= (uint8_t)~KVFS_INODE_BORROWED;
-        if ((r = kvfs_name_put(plane, owned, 0)) < 0) {
-            names_unprepare_move(plane->names, owned);
-            free(owned);
-            return r;
-        }
-        r = names_take(plane->names, owned);
-        assert(r == 0);
-    }
-}
-
 /* What a rename takes before it changes anything. */
 struct moving {
     struct kvfs_inode_record *renamed;   /* as it will be */
     struct kvfs_inode_record *gone;      /* a copy of what loses its name, or NULL */
     struct kvfs_inode_record *older;     /* for names_push() */
-    struct kvfs_inode_record *from, *to; /* the directories: links_prepare() */
+    struct kvfs_inode_record *from, *to; /* the directories: naming_links_prepare() */
     bool prepared;
 };
 
 static void move_unprepare(const struct change_of *c, struct moving *m) {
-    links_unprepare(c, m->to);
-    links_unprepare(c, m->from);
+    naming_links_unprepare(c, m->to);
+    naming_links_unprepare(c, m->from);
     if (m->prepared)
         names_unprepare_move(c->plane->names, m->renamed);
     free(m->older);
@@ -380,12 +198,12 @@ static int move_prepare(const struct change_of *c, const struct kvfs_inode_recor
     m->renamed->ctime_ns = now;
     if (record->flags & KVFS_INODE_SEALED || directory)
         m->renamed->version = kvfs_names_next_version(names);
-    if (keep_copy(c, record, &n->before) < 0 || keep_copy(c, m->renamed, &n->after) < 0 || (target && keep_copy(c, target, &n->removed) < 0) ||
+    if (naming_copy(c, record, &n->before) < 0 || naming_copy(c, m->renamed, &n->after) < 0 || (target && naming_copy(c, target, &n->removed) < 0) ||
         (target && names_older(names, record->inode, target->inode, &m->older) < 0) || names_prepare_move(names, m->renamed) < 0)
         return -ENOMEM;
     m->prepared = true;
-    if (links_prepare(c, n->parent, moved ? -(int)directory : -replaced, &m->from) < 0 ||
-        (moved && links_prepare(c, n->new_parent, (int)directory - replaced, &m->to) < 0))
+    if (naming_links_prepare(c, n->parent, moved ? -(int)directory : -replaced, &m->from) < 0 ||
+        (moved && naming_links_prepare(c, n->new_parent, (int)directory - replaced, &m->to) < 0))
         return -ENOMEM;
     /* Before its last handle's close may tell that it goes. */
     const bool told = !target || replaced || c->counts || event_add(c->plane, KVFS_EVENT_LINGERS, target->inode, 0);
@@ -422,9 +240,9 @@ static int move(const struct change_of *c, const struct kvfs_inode_record *recor
     }
     if (sealed)
         place_note(plane->names, segment, KVFS_NOTE_RENAMED);
-    links_set(c, n->parent, m.from, now);
+    naming_links_set(c, n->parent, m.from, now);
     if (n->parent != n->new_parent)
-        links_set(c, n->new_parent, m.to, now);
+        naming_links_set(c, n->new_parent, m.to, now);
     return 0;
 }
 
@@ -436,10 +254,10 @@ static int move_check(const struct change_of *c, const struct kvfs_inode_record 
     const bool directory = record && record->kind == KVFS_KIND_DIRECTORY;
     int r;
     if (!record)
-        return theirs_find(c, &theirs) >= 0 ? -EXDEV : -ENOENT; /* mv(1) copies then */
+        return naming_theirs(c, &theirs) >= 0 ? -EXDEV : -ENOENT; /* mv(1) copies then */
     if (directory && c->plane->pod)
         return -EXDEV;
-    if ((r = directory_check(to)) < 0)
+    if ((r = naming_directory(to)) < 0)
         return r;
     if (target && n->flags & NOREPLACE)
         return -EEXIST;
@@ -452,7 +270,7 @@ static int move_check(const struct change_of *c, const struct kvfs_inode_record 
     if (!c->counts && (directory || to->flags & KVFS_INODE_BORROWED))
         return KVFS_NEED_CALLER;
     bool loop = false;
-    if (directory && n->parent != n->new_parent && (r = look_above(c, n->new_parent, record->inode, &loop)) > 1)
+    if (directory && n->parent != n->new_parent && (r = naming_above(c, n->new_parent, record->inode, &loop)) > 1)
         return r;
     if (loop)
         return -EINVAL;
@@ -467,11 +285,11 @@ static int rename_inode(const struct change_of *c) {
         return -EINVAL;
     if (n->new_name_size > KVFS_NAME_MAX)
         return -ENAMETOOLONG;
-    record_of(c, n->parent);
-    record_of(c, n->new_parent);
-    int r = look_up(c, 0, &record);
+    naming_record(c, n->parent);
+    naming_record(c, n->new_parent);
+    int r = naming_look_up(c, 0, &record);
     if (!r)
-        r = look_up(c, 1, &target);
+        r = naming_look_up(c, 1, &target);
     if (r || n->inode_count)
         return r ? r : KVFS_NEED_INODES;
     r = move_check(c, record, target);
@@ -480,10 +298,10 @@ static int rename_inode(const struct change_of *c) {
     n->untold = names_is_untold(plane->names, n->new_parent, n->new_name, n->new_name_size);
     if (n->untold && !c->counts)
         return KVFS_NEED_CALLER;
-    if ((n->parent != n->new_parent && ((r = pins_look(c, record->inode)) || (r = pins_look(c, n->new_parent)))) ||
-        (target && (r = pins_look(c, target->inode))))
+    if ((n->parent != n->new_parent && ((r = naming_pins(c, record->inode)) || (r = naming_pins(c, n->new_parent)))) ||
+        (target && (r = naming_pins(c, target->inode))))
         return r;
-    if (names_record(plane->names, n->new_parent)->flags & KVFS_INODE_BORROWED && (r = own(c, n->new_parent)))
+    if (names_record(plane->names, n->new_parent)->flags & KVFS_INODE_BORROWED && (r = naming_own(c, n->new_parent)))
         return r;
     return move(c, record, target);
 }
@@ -498,7 +316,15 @@ static int change(struct kvfs_plane *plane, struct kvfs_naming *n, bool counts) 
     case KVFS_NAMING_DELETE: return remove_file(&c);
     case KVFS_NAMING_RMDIR: return remove_directory(&c);
     case KVFS_NAMING_RENAME: return rename_inode(&c);
-    default: return remove_inode(&c);
+    case KVFS_NAMING_TAKE:
+    case KVFS_NAMING_END: return remove_inode(&c);
+    case KVFS_NAMING_CREATE:
+    case KVFS_NAMING_MKDIR:
+    case KVFS_NAMING_SYMLINK:
+    case KVFS_NAMING_COPY:
+    case KVFS_NAMING_BORROW:
+    case KVFS_NAMING_OWN: return naming_make(&c);
+    default: return naming_attributes(&c);
     }
 }
 
@@ -531,22 +357,30 @@ void kvfs_naming_end(struct kvfs_plane *plane, struct kvfs_naming *n) {
     n->begun = 0;
 }
 
-/* By a thread of C, in a step. 0, -errno, or -EAGAIN: Python's. */
-static int change_here(struct kvfs_plane *plane, struct kvfs_naming *n) {
-    int r = change(plane, n, false);
-    return r > 0 ? -EAGAIN : r;
-}
+int naming_here(struct kvfs_plane *plane, struct kvfs_naming *n) { return change(plane, n, false); }
 
 int name_remove(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t size) {
     struct kvfs_naming n = {.kind = KVFS_NAMING_DELETE, .parent = parent, .name = name, .name_size = size};
-    return change_here(plane, &n);
+    return naming_here(plane, &n);
+}
+
+int name_create(struct kvfs_plane *plane, uint64_t parent, const char *name, uint32_t mode, uint32_t uid, uint32_t gid, struct kvfs_record *out) {
+    struct kvfs_naming n = {
+        .kind = KVFS_NAMING_CREATE, .parent = parent, .name = name, .name_size = (uint32_t)strlen(name), .mode = mode, .uid = uid, .gid = gid};
+    if (!names_step_begin(plane, KVFS_LEAVE_CLOSED | KVFS_LEAVE_HIDING | KVFS_LEAVE_BEHIND | KVFS_LEAVE_FULL))
+        return KVFS_NEED_CALLER;
+    int r = naming_here(plane, &n);
+    if (r == 0)
+        record_from_inode(names_record(plane->names, n.inode), out);
+    kvfs_names_end(plane->names);
+    return r == -ENOSPC ? (int)KVFS_NEED_CALLER : r; /* it waits for room in the table */
 }
 
 int name_unlink(struct kvfs_plane *plane, uint64_t parent, const char *name) {
     struct kvfs_naming n = {.kind = KVFS_NAMING_UNLINK, .parent = parent, .name = name, .name_size = (uint32_t)strlen(name)};
     if (!names_step_begin(plane, KVFS_LEAVE_CLOSED | KVFS_LEAVE_HIDING | KVFS_LEAVE_FULL))
-        return -EAGAIN;
-    int r = change_here(plane, &n);
+        return KVFS_NEED_CALLER;
+    int r = naming_here(plane, &n);
     kvfs_names_end(plane->names);
     if (r == 0)
         places_wake(plane);
@@ -563,19 +397,19 @@ int name_rename(struct kvfs_plane *plane, uint64_t parent, const char *name, uin
                             .new_name_size = (uint32_t)strlen(new_name),
                             .flags = flags};
     if (!names_step_begin(plane, KVFS_LEAVE_CLOSED | KVFS_LEAVE_HIDING | KVFS_LEAVE_FULL))
-        return -EAGAIN;
-    int r = change_here(plane, &n);
+        return KVFS_NEED_CALLER;
+    int r = naming_here(plane, &n);
     kvfs_names_end(plane->names);
     if (r == 0)
         places_wake(plane);
     return r;
 }
 
-/* 1: removed; 0: it is not in the directory any more; -EAGAIN: Python's. */
+/* 1: removed; 0: it is not in the directory any more; -1: Python's. */
 static int child_remove(struct kvfs_plane *plane, uint64_t parent, uint64_t inode, struct kvfs_removed *out) {
     const struct kvfs_inode_record *record = names_record(plane->names, inode);
     if (!record)
-        return names_has(plane->names, inode) ? 0 : -EAGAIN;
+        return names_has(plane->names, inode) ? 0 : -1;
     if (!record_is_named(record) || record->parent != parent)
         return 0;
     char name[KVFS_NAME_MAX]; /* the record goes with it */
@@ -583,9 +417,9 @@ static int child_remove(struct kvfs_plane *plane, uint64_t parent, uint64_t inod
     assert(n.name_size <= sizeof(name));
     memcpy(name, record_name(record), n.name_size);
     uint64_t bytes = record->flags & KVFS_INODE_SEALED ? record->size : 0;
-    int r = change_here(plane, &n);
-    if (r < 0)
-        return r == -ENOENT ? 0 : -EAGAIN;
+    int r = naming_here(plane, &n);
+    if (r)
+        return r == -ENOENT ? 0 : -1;
     untold_add(plane->names, parent, name, n.name_size);
     out->files++;
     out->bytes += bytes;

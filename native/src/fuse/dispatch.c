@@ -2,6 +2,8 @@
 #include "pod/foreign.h"
 #include "fuse/fuse.h"
 
+#include "kvfs_naming.h"
+
 #include <fcntl.h>
 #include <stdio.h>
 #include <sys/stat.h>
@@ -483,17 +485,20 @@ static void do_create(struct server *server, struct fuse_in_header *in) {
     made_note(server->plane, in);
     const char *name = (const char *)(in + 1) + sizeof(create);
     struct kvfs_record record;
-    if (mux_is_open(server->plane) && name_create(server->plane, in->nodeid, name, create.mode, in->uid, in->gid, &record) == 0)
+    int r = mux_is_open(server->plane) ? name_create(server->plane, in->nodeid, name, create.mode, in->uid, in->gid, &record) : KVFS_NEED_CALLER;
+    if (r == 0)
         mux_answer_created(server, create.flags, &record);
-    else
+    else if (r > 0 || (r == -EEXIST && !(create.flags & O_EXCL))) /* Python opens what another transport has just made */
         mux_forward(server, create.flags, 0);
+    else
+        reply_error(server, in->unique, r);
 }
 
-/* -EAGAIN: Python is to bring what a change of names lacks. */
+/* A need is Python's to bring. */
 static void answer_change(struct server *server, int r) {
     if (r == 0)
         mux_answer_done(server);
-    else if (r == -EAGAIN)
+    else if (r > 0)
         mux_forward(server, 0, 0);
     else
         reply_error(server, ((struct fuse_in_header *)(void *)server->head)->unique, r);
@@ -501,7 +506,7 @@ static void answer_change(struct server *server, int r) {
 
 static void do_unlink(struct server *server, struct fuse_in_header *in) {
     const char *name = (const char *)(in + 1);
-    answer_change(server, mux_is_open(server->plane) ? name_unlink(server->plane, in->nodeid, name) : -EAGAIN);
+    answer_change(server, mux_is_open(server->plane) ? name_unlink(server->plane, in->nodeid, name) : KVFS_NEED_CALLER);
 }
 
 static void do_rename(struct server *server, struct fuse_in_header *in) {
@@ -511,7 +516,7 @@ static void do_rename(struct server *server, struct fuse_in_header *in) {
     const char *name = (const char *)(in + 1) + size, *new_name = name + strlen(name) + 1;
     made_note(server->plane, in);
     bool open = mux_is_open(server->plane);
-    answer_change(server, open ? name_rename(server->plane, in->nodeid, name, rename.newdir, new_name, rename.flags) : -EAGAIN);
+    answer_change(server, open ? name_rename(server->plane, in->nodeid, name, rename.newdir, new_name, rename.flags) : KVFS_NEED_CALLER);
 }
 
 static void do_make(struct server *server, struct fuse_in_header *in) {

@@ -592,11 +592,12 @@ static int take(struct kvfs_names *names, struct kvfs_inode_record *record, bool
 int names_take(struct kvfs_names *names, struct kvfs_inode_record *record) { return take(names, record, false); }
 
 int names_prepare(struct kvfs_names *names, const struct kvfs_inode_record *record) {
-    assert(record_is_named(record) && !entry_find(names, record->inode));
-    struct entry *entry = entry_new(names, record->inode);
-    if (!entry)
+    struct entry *entry = entry_find(names, record->inode), *made = NULL;
+    assert(record_is_named(record) && !(entry && record_is_named(entry->record)));
+    assert(!entry || (record->kind == KVFS_KIND_DIRECTORY && !entry->extents));
+    if (!entry && !(made = entry = entry_new(names, record->inode)))
         return -ENOMEM;
-    struct name *name = members_make(record, &entry->extents) == 0 ? name_get(names, record) : NULL;
+    struct name *name = !made || members_make(record, &made->extents) == 0 ? name_get(names, record) : NULL;
     if (name && name_list(names, name) == 0)
         return 0;
     names_unprepare(names, record);
@@ -616,8 +617,10 @@ static void name_unprepare(struct kvfs_names *names, const struct kvfs_inode_rec
 }
 
 void names_unprepare(struct kvfs_names *names, const struct kvfs_inode_record *record) {
+    struct entry *entry = entry_find(names, record->inode);
     name_unprepare(names, record);
-    entry_free(names, entry_find(names, record->inode));
+    if (entry->state == VOLATILE && !entry->record) /* it is new */
+        entry_free(names, entry);
 }
 
 int names_prepare_move(struct kvfs_names *names, const struct kvfs_inode_record *record) {

@@ -34,8 +34,8 @@ void kvfs_names_answered(struct kvfs_names *names, uint64_t transport, uint64_t 
 bool names_are_asked(void);
 void untold_add(struct kvfs_names *names, uint64_t parent, const char *name, uint32_t name_size);
 bool names_is_untold(const struct kvfs_names *names, uint64_t parent, const char *name, uint32_t name_size);
-/* Memory for a new inode's record: names_take() of it cannot fail within this step, nor can a change of the inode that has its name.
- * -ENOMEM. */
+/* Memory for the record of a new inode, or of a directory that has gone or lost its name. Within this step names_take() of it cannot fail, nor can a
+ * change of the inode that has its name. -ENOMEM. */
 int names_prepare(struct kvfs_names *names, const struct kvfs_inode_record *record);
 void names_unprepare(struct kvfs_names *names, const struct kvfs_inode_record *record); /* it is not taken */
 /* The same for a record that is here and gets this name; it lies where the present one does. Within this step neither names_take() of it can fail, nor a

@@ -55,10 +55,3 @@ void kvfs_names_untold(struct kvfs_names *names, uint64_t parent, const char *na
         untold_clear(&names->untold);
     pthread_mutex_unlock(&names->lock);
 }
-
-int kvfs_names_is_untold(struct kvfs_names *names, uint64_t parent, const char *name, uint32_t name_size) {
-    pthread_mutex_lock(&names->lock);
-    bool is = names_is_untold(names, parent, name, name_size);
-    pthread_mutex_unlock(&names->lock);
-    return is;
-}

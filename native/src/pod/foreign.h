@@ -12,6 +12,8 @@
 
 static inline bool is_foreign(uint64_t inode) { return (inode & (UINT64_C(7) << 61)) == FOREIGN_BITS; }
 
+/* The inode number of a directory of a pod. */
+uint64_t kvfs_directory_number(uint64_t parent, const char *name, uint32_t name_size, uint64_t secret);
 /* The key of a name, in block table and pod map. */
 void foreign_key(const struct geometry *geometry, uint64_t parent, const char *name, uint32_t name_size, uint64_t *low, uint64_t *high);
 /* The record of a block of another node, by its name. 0; 1: a directory, of which only inode, mode, uid and gid are set; -ENOENT; -EAGAIN. */
